@@ -1,0 +1,50 @@
+"""Zero bubble pipeline parallelism for PyTorch: schedules, planning, and a runtime that trains with them.
+
+Planning works without torch; `Pipeline` and what trains needs it and is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zerobubble.costs import Costs
+from zerobubble.errors import ZeroBubbleError
+from zerobubble.generators import (
+    GENERATORS,
+    generate,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from zerobubble.lower import lower
+from zerobubble.op import Kind, Op
+from zerobubble.schedule import Placement, Schedule
+from zerobubble.simulate import simulate
+from zerobubble.timeline import Timeline
+from zerobubble.validate import validate
+
+if TYPE_CHECKING:
+    from zerobubble.runtime import Pipeline, Shared
+
+__version__ = "0.1.0"
+
+_NEED_TORCH = {"Pipeline": "zerobubble.runtime", "Shared": "zerobubble.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_NEED_TORCH[name]), name)
+
+
+__all__ = [
+    "GENERATORS", "Costs", "Kind", "Op", "Pipeline", "Placement", "Schedule", "Shared", "Timeline", "ZeroBubbleError",
+    "generate", "gpipe", "interleaved", "lower", "one_f_one_b", "simulate", "v_half", "v_min", "validate",
+    "zb_h1", "zb_h2", "zb_v",
+]  # fmt: skip
