@@ -1,0 +1,21 @@
+"""Running schedules on real models: the B/W split, stages, transports, the executor and `Pipeline`. Needs torch."""
+
+from __future__ import annotations
+
+from zerobubble.errors import MissingExtraError
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError(
+        "training needs PyTorch, which is not installed: pip install 'zerobubble[train]'"
+    ) from error
+
+from zerobubble.runtime.batch import Shared
+from zerobubble.runtime.late import LateValue
+from zerobubble.runtime.pipeline import Pipeline
+from zerobubble.runtime.profile import measured_costs
+from zerobubble.runtime.split import SplitBackward
+from zerobubble.runtime.weight_store import WeightStore
+
+__all__ = ["LateValue", "Pipeline", "Shared", "SplitBackward", "WeightStore", "measured_costs"]

@@ -1,0 +1,216 @@
+"""Functions of an input and parameters whose backward gives the input gradient and leaves the rest for W.
+
+Each `Rule` is one kind of function: how to run it, its input gradient, and how each parameter's gradient is added.
+`apply` runs a function under its rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zerobubble.runtime.weight_store import WeightStore
+
+Options: TypeAlias = "tuple[Any, ...]"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of function is run and differentiated.
+
+    Attributes:
+        forward: (input, parameters, options) -> output. Absent parameters are None.
+        input_gradient: (output gradient, input, parameters, options) -> input gradient; None when there is none.
+        contributions: per parameter, (accumulator or None, input, output gradient, parameter's shape, options) ->
+            accumulator with this gradient added.
+        needs_input: per parameter, whether its gradient needs the input (a bias needs the output gradient alone).
+    """
+
+    forward: Callable[[Tensor, Sequence[Tensor | None], Options], Tensor]
+    input_gradient: Callable[[Tensor, Tensor, Sequence[Tensor | None], Options], Tensor] | None
+    contributions: tuple[Callable[[Tensor | None, Tensor | None, Tensor, torch.Size, Options], Tensor], ...]
+    needs_input: tuple[bool, ...]
+
+
+def apply(
+    rule: Rule, store: WeightStore, x: Tensor, parameters: Sequence[Tensor | None], options: Options = ()
+) -> Tensor:
+    """Run a function under `rule`; its backward leaves the gradients of those `parameters` that need one in `store`."""
+    values = parameters
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        values = [None if p is None else p.detach().to(dtype) for p in parameters]
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        store.recomputes = True
+    anchor = None if x.requires_grad else _anchor(x.device)
+    output: Tensor = _Deferred.apply(x, anchor, rule, store, (*parameters,), (*values,), options)  # type: ignore[no-untyped-call]
+    return output
+
+
+_anchors: dict[torch.device, Tensor] = {}
+
+
+def _anchor(device: torch.device) -> Tensor:
+    """A tensor that makes an output require grad where the input does not: without it no backward would run."""
+    if device not in _anchors:
+        _anchors[device] = torch.empty(0, device=device, requires_grad=True)
+    return _anchors[device]
+
+
+class _Deferred(torch.autograd.Function):
+    """Parameters are passed inside tuples, so that autograd sees none of them and their hooks stay silent in B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        rule: Rule,
+        store: WeightStore,
+        parameters: tuple[Tensor | None, ...],
+        values: tuple[Tensor | None, ...],
+        options: Options,
+    ) -> Tensor:
+        ctx.rule, ctx.store, ctx.parameters, ctx.options = rule, store, parameters, options
+        ctx.save_for_backward(x, *values)
+        return rule.forward(x, values, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *values = ctx.saved_tensors
+        rule: Rule = ctx.rule
+        for parameter, contribution, needs_input in zip(ctx.parameters, rule.contributions, rule.needs_input):
+            if parameter is not None and parameter.requires_grad:
+                kept = x if needs_input else None
+                ctx.store.add(parameter, contribution, kept, grad, parameter.shape, ctx.options)
+        grad_x = None
+        if rule.input_gradient is not None and ctx.needs_input_grad[0]:
+            grad_x = rule.input_gradient(grad, x, values, ctx.options)
+        return grad_x, None, None, None, None, None, None
+
+
+def _added(accumulator: Tensor | None, gradient: Tensor) -> Tensor:
+    return gradient if accumulator is None else accumulator.add_(gradient)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _add_product(accumulator: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Accumulator + left @ right, in place where there is an accumulator of the same dtype."""
+    if accumulator is None:
+        return left @ right
+    if accumulator.dtype == left.dtype:
+        return accumulator.addmm_(left, right)
+    return accumulator.add_(left @ right)
+
+
+def _add_row_sum(
+    accumulator: Tensor | None, _x: Tensor | None, grad: Tensor, shape: torch.Size, _options: Options
+) -> Tensor:
+    return _added(accumulator, grad.sum_to_size(shape))
+
+
+# linear: x [..., in], weight [out, in], bias [out] -> [..., out]
+def _linear_weight(
+    accumulator: Tensor | None, x: Tensor | None, grad: Tensor, _shape: torch.Size, _options: Options
+) -> Tensor:
+    assert x is not None
+    return _add_product(accumulator, _matrix(grad).t(), _matrix(x))
+
+
+def _linear_forward(x: Tensor, parameters: Sequence[Tensor | None], _options: Options) -> Tensor:
+    weight, bias = parameters
+    assert weight is not None
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+LINEAR = Rule(
+    forward=_linear_forward,
+    input_gradient=lambda grad, x, parameters, options: grad @ parameters[0],
+    contributions=(_linear_weight, _add_row_sum),
+    needs_input=(True, False),
+)
+
+
+# matrix product: x [..., in], weight [in, out] (, bias, broadcast) -> [..., out]
+def _matmul_forward(x: Tensor, parameters: Sequence[Tensor | None], _options: Options) -> Tensor:
+    weight, bias = parameters
+    assert weight is not None
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _matmul_weight(
+    accumulator: Tensor | None, x: Tensor | None, grad: Tensor, _shape: torch.Size, _options: Options
+) -> Tensor:
+    assert x is not None
+    return _add_product(accumulator, _matrix(x).t(), _matrix(grad))
+
+
+def _matmul_input(grad: Tensor, _x: Tensor, parameters: Sequence[Tensor | None], _options: Options) -> Tensor:
+    weight = parameters[0]
+    assert weight is not None
+    return grad @ weight.t()
+
+
+MATMUL = Rule(_matmul_forward, _matmul_input, (_matmul_weight, _add_row_sum), (True, False))
+
+
+# embedding: x [...] of indices, weight [rows, width] -> [..., width]; options (padding_idx, scale_grad_by_freq)
+def _embedding_forward(x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    weight = parameters[0]
+    assert weight is not None
+    padding, by_frequency = options
+    return torch.embedding(weight, x, padding, by_frequency, False)
+
+
+def _embedding_weight(
+    accumulator: Tensor | None, x: Tensor | None, grad: Tensor, shape: torch.Size, options: Options
+) -> Tensor:
+    padding, by_frequency = options
+    return _added(
+        accumulator, torch.ops.aten.embedding_dense_backward(grad, x, shape[0], padding, by_frequency)
+    )
+
+
+EMBEDDING = Rule(_embedding_forward, None, (_embedding_weight,), (True,))
+
+
+# convolution: options as torch.convolution takes them: stride, padding, dilation, transposed, output_padding, groups
+def _convolution_forward(x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    weight, bias = parameters
+    assert weight is not None
+    return torch.convolution(x, weight, bias, *options)
+
+
+def _convolution_input(grad: Tensor, x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    wanted = [True, False, False]
+    gradients = torch.ops.aten.convolution_backward(grad, x, parameters[0], None, *options, wanted)
+    return gradients[0]  # type: ignore[no-any-return]
+
+
+def _convolution_weight(
+    accumulator: Tensor | None, x: Tensor | None, grad: Tensor, shape: torch.Size, options: Options
+) -> Tensor:
+    wanted = [False, True, False]
+    like = grad.new_empty(()).expand(shape)  # only its shape is used
+    return _added(accumulator, torch.ops.aten.convolution_backward(grad, x, like, None, *options, wanted)[1])
+
+
+def _convolution_bias(
+    accumulator: Tensor | None, _x: Tensor | None, grad: Tensor, shape: torch.Size, _options: Options
+) -> Tensor:
+    return _added(accumulator, grad.sum([0, *range(2, grad.dim())]).reshape(shape))
+
+
+CONVOLUTION = Rule(
+    _convolution_forward, _convolution_input, (_convolution_weight, _convolution_bias), (True, False)
+)

@@ -1,0 +1,102 @@
+"""Runs the program of one rank, op by op. It decides nothing: order and messages are all in the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from zerobubble.dependencies import needs, result
+from zerobubble.lower import Receive, Run, Send
+from zerobubble.op import Kind, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zerobubble.lower import Message, Program
+    from zerobubble.runtime.parcel import Parcel
+    from zerobubble.runtime.stage import Batch, Stage
+    from zerobubble.runtime.transport import Transport
+
+
+@dataclass(slots=True)
+class _Task:
+    """A `Run` with all that can be looked up before the step."""
+
+    op: Op
+    stage: Stage
+    awaits: tuple[Message, ...]
+    source: Op | None  # the other stage's result that the op takes in
+    makes: Op | None  # the result that another stage takes in
+
+
+class Executor:
+    """Runs one rank's program.
+
+    Args:
+        program: what to do, from `zerobubble.lower.lower`.
+        stages: this rank's stages by number.
+        num_stages: of the whole pipeline.
+        transport: carries the messages.
+    """
+
+    def __init__(self, program: Program, stages: Mapping[int, Stage], num_stages: int, transport: Transport) -> None:
+        self.rank = program.rank
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self._transport = transport
+        self._results: dict[Op, Parcel] = {}
+        self._plan: list[_Task | Receive | Send] = [
+            self._task(i, stages, num_stages) if isinstance(i, Run) else i for i in program.instructions
+        ]
+
+    @staticmethod
+    def _task(run: Run, stages: Mapping[int, Stage], num_stages: int) -> _Task:
+        op = run.op
+        source = next((need for need in needs(op, num_stages) if need.stage != op.stage), None)
+        feeds_another = op.stage + 1 < num_stages if op.kind is Kind.F else op.stage > 0 and op.kind is not Kind.W
+        return _Task(op, stages[op.stage], run.awaits, source, result(op) if feeds_another else None)
+
+    def run(self, batch: Batch) -> None:
+        """Run the program once. `starts` and `ends` then hold the clock (ns) of every op, in order.
+
+        Raises:
+            PeerError: another rank failed, died or let the timeout pass.
+            Exception: whatever an op raised.
+        """
+        self.starts, self.ends = [], []
+        self._results.clear()
+        transport, results = self._transport, self._results
+        for item in self._plan:
+            if isinstance(item, _Task):
+                self._run_op(item, batch)
+            elif isinstance(item, Receive):
+                transport.post(item.message)
+            else:
+                transport.send(item.message, results.pop(item.message.producer))
+
+    def _run_op(self, task: _Task, batch: Batch) -> None:
+        op, results, transport = task.op, self._results, self._transport
+        for message in task.awaits:
+            results[message.producer] = transport.receive(message)
+        parcel = results.pop(task.source) if task.source else None
+        with transport.turn:
+            self.starts.append(perf_counter_ns())
+            made = _compute(task.stage, op, batch, parcel)
+            self.ends.append(perf_counter_ns())
+        if task.makes is not None and made is not None:
+            results[task.makes] = made
+        transport.finished(op, batch.step)
+
+
+def _compute(stage: Stage, op: Op, batch: Batch, parcel: Parcel | None) -> Parcel | None:
+    kind, microbatch = op.kind, op.microbatch
+    if kind is Kind.F:
+        return stage.forward(batch, microbatch, parcel)
+    if kind is Kind.W:
+        stage.backward_weight(microbatch)
+        return None
+    gradients = stage.backward_input(microbatch, parcel)
+    if kind is Kind.BW:
+        stage.backward_weight(microbatch)
+    return gradients

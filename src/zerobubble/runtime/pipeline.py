@@ -1,0 +1,298 @@
+"""`Pipeline`: a model cut into stages, trained with any schedule."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerobubble.errors import OptionError
+from zerobubble.lower import lower
+from zerobubble.op import Kind
+from zerobubble.runtime.batch import split
+from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.randomness import own_randomness, seed_for
+from zerobubble.runtime.stage import Batch, Stage, keyword_names
+from zerobubble.runtime.world import DistributedWorld, LocalWorld
+from zerobubble.schedule import Schedule
+from zerobubble.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from zerobubble.runtime.late import LateValue
+    from zerobubble.runtime.stage import LossFunction
+    from zerobubble.runtime.world import World
+
+_RECORDED_STEPS = 256
+_EVALUATION_STEP = -1
+
+
+class Pipeline:
+    """Trains a model, cut into stages, with any schedule.
+
+    With `torch.distributed` initialised, this process runs one rank of the pipeline, and every process makes the same
+    calls. Without it, all ranks run in this process, in turns: the same numbers, for tests and notebooks.
+
+    Args:
+        layers: the model as a list. Each entry gets what the one before it returned (a tuple is spread out as
+            arguments). An entry is a module, or a function that makes one: functions are called only where their
+            layer lives, each with randomness of its own, so that the initial weights do not depend on the layout.
+        loss_fn: (output of the last layer, targets) -> 0-dimensional loss of one microbatch.
+        schedule: from a generator, a file, or the planner.
+        partition: number of layers per stage, in data-flow order; by default as even as possible.
+        seed: base of all randomness: initial weights of functions in `layers`, and dropout, whose masks depend on
+            (seed, step, microbatch, layer) only.
+        device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
+        timeout: seconds after which a wait for another rank is given up with an error.
+        dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
+        group: the process group of the pipeline's ranks; by default the whole world.
+
+    Attributes:
+        module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
+        step_count: training steps taken; set it when you resume a run.
+        schedule: the schedule.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+        OptionError: partition or number of processes do not fit.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        loss_fn: LossFunction,
+        schedule: Schedule,
+        *,
+        partition: Sequence[int] | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        timeout: float = 600.0,
+        dynamic_shapes: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise OptionError(f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}")
+        programs = lower(schedule)
+        bounds = _stage_bounds(len(layers), schedule, partition)
+        self.schedule = schedule
+        self.step_count = 0
+        self._device = torch.device(device) if device is not None else _default_device(group)
+        self._world = _world(schedule.num_ranks, self._device, timeout, group)
+        self.module = nn.ModuleDict()
+        self._stages = self._build_stages(layers, bounds, loss_fn, seed)
+        self._transports = {rank: self._world.transport(rank, dynamic_shapes) for rank in self._world.ranks}
+        self._executors = self._make_executors(programs)
+        self._keywords = frozenset().union(*self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
+        self._evaluators: dict[int, Executor] = {}
+        self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def step(self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any) -> LateValue:
+        """Forward and backward of one batch; gradients are added to `.grad`, as by `loss.backward()`.
+
+        Every tensor is cut along dimension 0 into the schedule's microbatches (uneven sizes are legal); wrap what
+        each of them needs whole in `Shared`. Returns at once on ranks that are done.
+
+        Args:
+            inputs: for the first layer: one value, or a tuple of positional arguments, or a dict of keyword arguments.
+                Only the rank of the first stage looks at it.
+            targets: for `loss_fn`. Only the rank of the last stage looks at it.
+            token_count: if given, the loss is the sum over microbatches divided by it (`loss_fn` then returns a sum).
+                By default it is the mean over microbatches, weighted by their samples.
+            **keywords: go, cut likewise, to every layer whose `forward` names them (masks, positions, ...).
+
+        Returns:
+            The loss of the batch, on every rank, on its way: `float(loss)` waits for it.
+
+        Raises:
+            OptionError: the batch cannot be cut, or no layer takes a keyword.
+            PeerError: another rank failed, died or let the timeout pass.
+        """
+        batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
+        self._run(self._executors, batch)
+        self.step_count += 1
+        self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
+        return self._loss(batch)
+
+    def evaluate(self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any) -> LateValue:
+        """The loss of one batch, in evaluation mode and without gradients. Arguments as in `step`.
+
+        Collective: every rank must call it. Shapes may differ from those of training, and from call to call.
+        """
+        if not self._evaluators:
+            forwards = lower(self.schedule.only({Kind.F}))
+            transports = {rank: self._world.transport(rank, dynamic_shapes=True) for rank in self._world.ranks}
+            self._evaluators = self._make_executors(forwards, transports)
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        try:
+            batch = self._batch(_EVALUATION_STEP, inputs, targets, token_count, keywords)
+            with torch.no_grad():
+                self._run(self._evaluators, batch)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return self._loss(batch)
+
+    def _batch(self, step: int, inputs: Any, targets: Any, token_count: float | None, keywords: Mapping[str, Any]) -> Batch:
+        unknown = sorted(set(keywords) - self._keywords)
+        if unknown:
+            raise OptionError(f"no layer takes a keyword argument {unknown[0]!r}; layers take {sorted(self._keywords)}")
+        count = self.schedule.num_microbatches
+        owners = self.schedule.placement.ranks
+        first, last = owners[0] in self._world.ranks, owners[-1] in self._world.ranks
+        input_parts, input_sizes = split(inputs if first else None, count, "inputs")
+        target_parts, target_sizes = split(targets if last else None, count, "targets")
+        keyword_parts, keyword_sizes = split(dict(keywords), count, "keyword arguments")
+        sizes = target_sizes or input_sizes or keyword_sizes or [1] * count
+        if token_count is None:
+            weights = [size / sum(sizes) for size in sizes]
+        else:
+            weights = [1 / token_count] * count
+        return Batch(step, input_parts, target_parts, keyword_parts, weights)
+
+    def _run(self, executors: Mapping[int, Executor], batch: Batch) -> None:
+        def task(rank: int) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    executors[rank].run(batch)
+                except BaseException as error:
+                    self._transports[rank].failed(error)
+                    raise
+
+            return run
+
+        try:
+            self._world.run({rank: task(rank) for rank in self._world.ranks})
+        except BaseException:
+            for stage in self._stages.values():
+                stage.clear()
+            raise
+
+    def _loss(self, batch: Batch) -> LateValue:
+        return self._world.from_rank(self.schedule.placement.ranks[-1], batch.total_loss() if batch.losses else None)
+
+    # ------------------------------------------------------------------------------------------------ model
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that live here, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that live here; names start with the number of the layer in the model."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the layers that live here. The union over all ranks is complete and independent of the layout."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of `state`, which may be that of the whole model, saved under any layout.
+
+        Raises:
+            OptionError: an entry of a layer that lives here is missing.
+        """
+        own = self.module.state_dict()
+        missing = [name for name in own if name not in state]
+        if missing:
+            raise OptionError(f"state_dict has no entry {missing[0]!r} ({len(missing)} missing); was a rank's part left out?")
+        self.module.load_state_dict({name: state[name] for name in own})
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the layers that live here to training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set the layers that live here to evaluation mode."""
+        return self.train(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters that live here."""
+        self.module.zero_grad(set_to_none)
+
+    # ------------------------------------------------------------------------------------------------ measuring
+
+    def timelines(self, last: int = 1) -> list[Timeline]:
+        """The measured timelines of the last steps (256 are kept), oldest first, in ms. Collective: every rank calls it.
+
+        All clocks are the machine's monotonic clock: between machines they are not comparable.
+        """
+        recorded = list(self._recorded)[-last:]
+        gathered = self._world.gather({rank: [step[rank] for step in recorded] for rank in self._world.ranks})
+        return [self._timeline(rows) for rows in zip(*gathered, strict=True)]
+
+    def _timeline(self, rows: Sequence[tuple[list[int], list[int]]]) -> Timeline:
+        begin = min(starts[0] for starts, _ in rows)
+        starts = tuple(tuple((t - begin) / 1e6 for t in row) for row, _ in rows)
+        ends = tuple(tuple((t - begin) / 1e6 for t in row) for _, row in rows)
+        return Timeline(self.schedule, starts, ends, unit="ms")
+
+    # ------------------------------------------------------------------------------------------------ building
+
+    def _build_stages(
+        self,
+        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        bounds: Sequence[range],
+        loss_fn: LossFunction,
+        seed: int,
+    ) -> dict[int, Stage]:
+        stages: dict[int, Stage] = {}
+        for index, (numbers, rank) in enumerate(zip(bounds, self.schedule.placement.ranks, strict=True)):
+            if rank not in self._world.ranks:
+                continue
+            own = [(number, self._build_layer(layers[number], number, seed)) for number in numbers]
+            self.module.update({str(number): layer for number, layer in own})
+            is_last = index + 1 == self.schedule.num_stages
+            stages[index] = Stage(index, own, seed, self._device, loss_fn if is_last else None)
+        return stages
+
+    def _build_layer(self, layer: nn.Module | Callable[[], nn.Module], number: int, seed: int) -> nn.Module:
+        if not isinstance(layer, nn.Module):
+            with own_randomness(self._device) as generators:
+                for generator in generators:
+                    generator.manual_seed(seed_for(seed, number))
+                layer = layer()
+        if not isinstance(layer, nn.Module):
+            raise OptionError(f"layers[{number}] must be a module or make one; got {type(layer).__name__}")
+        return layer.to(self._device)
+
+    def _make_executors(self, programs: Sequence[Any], transports: Mapping[int, Any] | None = None) -> dict[int, Executor]:
+        ends = transports or self._transports
+        count = self.schedule.num_stages
+        return {rank: Executor(programs[rank], self._stages, count, ends[rank]) for rank in self._world.ranks}
+
+    def _own_keywords(self) -> frozenset[str]:
+        return frozenset().union(*(keyword_names(layer) for layer in self.module.values()))
+
+
+def _stage_bounds(num_layers: int, schedule: Schedule, partition: Sequence[int] | None) -> list[range]:
+    """The numbers of each stage's layers."""
+    stages = schedule.num_stages
+    if partition is None:
+        size, rest = divmod(num_layers, stages)
+        partition = [size + (stage < rest) for stage in range(stages)]
+    if len(partition) != stages or sum(partition) != num_layers or min(partition) < 1:
+        raise OptionError(
+            f"{num_layers} layers cannot be cut into {stages} stages as {list(partition)}: "
+            f"give {stages} numbers of at least 1 whose sum is {num_layers}"
+        )
+    ends = [sum(partition[: stage + 1]) for stage in range(stages)]
+    return [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
+
+
+def _default_device(group: dist.ProcessGroup | None) -> torch.device:
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None) -> World:
+    if dist.is_initialized():
+        return DistributedWorld(num_ranks, device, timeout, group)
+    return LocalWorld(num_ranks, timeout)

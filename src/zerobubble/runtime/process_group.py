@@ -1,0 +1,236 @@
+"""The transport between processes: `torch.distributed` point to point, gloo on CPUs and NCCL on GPUs.
+
+A message of a hop is its tensors, one after the other. While their forms are not known yet (in the first step, or with
+`dynamic_shapes`) a header with the skeleton travels ahead of them, on the same link and in the same order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerobubble.errors import PeerError, ShapeError
+from zerobubble.runtime.parcel import Parcel, forms_in
+from zerobubble.runtime.status import StatusBoard
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from zerobubble.lower import Message
+    from zerobubble.op import Op
+
+_HEADER_BYTES = 512
+
+
+@dataclass
+class _Incoming:
+    """A posted receive: its buffers and the works that fill them; empty while the form is not known."""
+
+    message: Message
+    skeleton: Any = None
+    tensors: tuple[Tensor, ...] = ()
+    works: list[dist.Work] = field(default_factory=list)
+    posted: bool = False
+
+
+class ProcessGroupTransport:
+    """One rank's end of the links to all other ranks.
+
+    Args:
+        rank: of this process in `group`.
+        num_ranks: of the pipeline; the size of `group`.
+        device: where tensors are received.
+        timeout: seconds that a wait may take.
+        dynamic_shapes: whether tensors may change their form in every step.
+        group: process group of the pipeline's ranks; by default the whole world.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        timeout: float,
+        dynamic_shapes: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.turn: AbstractContextManager[object] = nullcontext()
+        self.status = StatusBoard(rank)
+        self._rank = rank
+        self._device = device
+        self._timeout = timeout
+        self._dynamic = dynamic_shapes
+        self._groups = _link_groups(num_ranks, device, timeout, group)
+        self._incoming: dict[int, deque[_Incoming]] = {source: deque() for source in range(num_ranks)}
+        self._arrived: dict[Message, Parcel] = {}
+        self._skeletons: dict[tuple[Op, int], Any] = {}
+        self._reaper = _Reaper()
+
+    # ------------------------------------------------------------------------------------------------ receiving
+
+    def post(self, message: Message) -> None:
+        """Post the receive where the form is known; else note that it comes, in order."""
+        incoming = _Incoming(message)
+        skeleton = None if self._dynamic else self._skeletons.get(_key(message))
+        if skeleton is not None:
+            self._post_tensors(incoming, skeleton)
+        self._incoming[message.source].append(incoming)
+
+    def receive(self, message: Message) -> Parcel:
+        """Take messages off the link in their order until `message` is there."""
+        while message not in self._arrived:
+            incoming = self._incoming[message.source].popleft()
+            if not incoming.posted:
+                skeleton = self._receive_header(message)
+                self._skeletons[_key(incoming.message)] = skeleton
+                self._post_tensors(incoming, skeleton)
+            for work in incoming.works:
+                self._wait(work, message)
+            self._arrived[incoming.message] = Parcel(incoming.skeleton, incoming.tensors)
+        return self._arrived.pop(message)
+
+    def _post_tensors(self, incoming: _Incoming, skeleton: Any) -> None:
+        source = incoming.message.source
+        incoming.skeleton, incoming.posted = skeleton, True
+        incoming.tensors = tuple(
+            torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms_in(skeleton)
+        )
+        incoming.works = [self._irecv(tensor, source) for tensor in incoming.tensors if tensor.numel()]
+
+    def _receive_header(self, message: Message) -> Any:
+        head = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
+        self._wait(self._irecv(head, message.source), message)
+        data = head.cpu().numpy().tobytes()
+        size, data = int.from_bytes(data[:8], "little"), data[8:]
+        if size > len(data):
+            rest = torch.empty(size - len(data), dtype=torch.uint8, device=self._device)
+            self._wait(self._irecv(rest, message.source), message)
+            data += rest.cpu().numpy().tobytes()
+        return pickle.loads(data[:size])
+
+    def _irecv(self, tensor: Tensor, source: int) -> dist.Work:
+        group = self._groups[source, self._rank]
+        work = dist.irecv(tensor, group=group, group_src=_group_rank(group, source, self._rank))
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work, message: Message) -> None:
+        try:
+            work.wait() if self._device.type == "cuda" else work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise self._peer_error(message, error) from None
+
+    def _peer_error(self, message: Message, error: RuntimeError) -> PeerError:
+        peer = message.source
+        timed_out = "timed out" in str(error).lower()
+        trouble = f"not there after {self._timeout:g} s" if timed_out else "the connection was closed"
+        consumer = message.producer._replace(stage=message.consumer_stage)
+        failure = self.status.failure()
+        return PeerError(
+            f"rank {self._rank} waited for {message.producer} from rank {peer} to run {consumer}: {trouble}. "
+            + (f"Cause: {failure}. " if failure else "")
+            + f"Rank {peer} last finished {self.status.read(peer)}."
+        )
+
+    # ------------------------------------------------------------------------------------------------ sending
+
+    def send(self, message: Message, parcel: Parcel) -> None:
+        """Start to send the tensors of `parcel`, after a header where the receiver does not know their forms yet."""
+        key = _key(message)
+        known = self._skeletons.get(key)
+        if known is None or self._dynamic:
+            self._skeletons[key] = parcel.skeleton
+            for header in _header(parcel.skeleton):
+                self._isend(header.to(self._device), message.target)
+        elif known != parcel.skeleton:
+            raise ShapeError(
+                f"rank {self._rank}: {message.producer} for rank {message.target} changed from "
+                f"{_forms(known)} to {_forms(parcel.skeleton)}; build the pipeline with dynamic_shapes=True "
+                "if shapes differ between steps"
+            )
+        for tensor in parcel.tensors:
+            if tensor.numel():
+                self._isend(tensor.contiguous(), message.target)
+
+    def _isend(self, tensor: Tensor, target: int) -> None:
+        group = self._groups[self._rank, target]
+        work = dist.isend(tensor, group=group, group_dst=_group_rank(group, target, self._rank))
+        assert work is not None
+        self._reaper.add(work, tensor)
+
+    # ------------------------------------------------------------------------------------------------ status
+
+    def finished(self, op: Op, step: int) -> None:
+        """Note what this rank finished last."""
+        self.status.last_finished = (op, step)
+
+    def failed(self, error: BaseException) -> None:
+        """Write down why this rank stops, for the messages of the others."""
+        self.status.fail(error)
+
+
+class _Reaper:
+    """Waits for sends in a thread of its own, so that a sent tensor is let go as soon as it is sent."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[dist.Work, Tensor]] = SimpleQueue()
+        Thread(target=self._run, name="zerobubble-sends", daemon=True).start()
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        self._queue.put((work, tensor))
+
+    def _run(self) -> None:
+        while True:
+            work, tensor = self._queue.get()
+            try:
+                work.wait()
+            except RuntimeError:
+                pass  # the peer is gone: whoever waits for it says so
+            del work, tensor
+
+
+def _link_groups(
+    num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """The process group of every link (source, target), all made up front in one order.
+
+    On gloo all links share one group, apart from every other traffic. On NCCL each direction of each pair of
+    ranks has its own, so that no link ever waits for another.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+    limit = timedelta(seconds=timeout)
+    links = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+    if device.type != "cuda":
+        shared = dist.new_group(ranks, timeout=limit, backend="gloo")
+        return dict.fromkeys(links, shared)
+    return {(a, b): dist.new_group([ranks[a], ranks[b]], timeout=limit, backend="nccl") for a, b in links}
+
+
+def _group_rank(group: dist.ProcessGroup, peer: int, own: int) -> int:
+    """The number of `peer` in the link's group, which holds either all ranks or just the two."""
+    return peer if group.size() != 2 else 1 - group.rank()
+
+
+def _key(message: Message) -> tuple[Op, int]:
+    return message.producer, message.consumer_stage
+
+
+def _header(skeleton: Any) -> list[Tensor]:
+    data = pickle.dumps(skeleton)
+    data = len(data).to_bytes(8, "little") + data
+    parts = [data[:_HEADER_BYTES].ljust(_HEADER_BYTES, b"\0"), data[_HEADER_BYTES:]]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+
+
+def _forms(skeleton: Any) -> str:
+    return ", ".join(map(str, forms_in(skeleton))) or "no tensor"

@@ -1,0 +1,34 @@
+"""Randomness that does not depend on schedule or partition: every layer draws from a seed of its own."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def seed_for(*numbers: int) -> int:
+    """A 63-bit seed that depends on all `numbers` (say seed, step, microbatch, layer) and their order."""
+    digest = blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """Context: the default generators of the CPU and `device`, to be seeded at will; their state is put back after."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield generators
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,0 +1,178 @@
+"""The B/W split for eager PyTorch: a function mode that sees every functional call with a parameter.
+
+While a stage's forward runs under `SplitBackward(store)`, calls such as `F.linear` that take a `Parameter` become
+autograd functions whose backward gives the input gradient and leaves the weight gradient in `store` (design by rule:
+`zerobubble.runtime.deferred`). It works on any `nn.Module` with no surgery. A parameter used in any other way gets its
+gradient in B, as under plain autograd: right, only not deferred. Norm weights are among these on purpose: their
+gradient is a cheap by-product of the fused backward, and leaving it for W would keep two more activations alive.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zerobubble.runtime.deferred import CONVOLUTION, EMBEDDING, LINEAR, MATMUL, apply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zerobubble.runtime.weight_store import WeightStore
+
+    Handler = Callable[..., Any]
+
+
+class SplitBackward(TorchFunctionMode):
+    """Context: forwards that run inside leave their weight gradients for W in `store`."""
+
+    def __init__(self, store: WeightStore) -> None:
+        super().__init__()
+        self.store = store
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, deferred where a handler takes it."""
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            if torch.is_grad_enabled():
+                output = handler(self.store, *args, **kwargs)
+                if output is not NotImplemented:
+                    return output
+        elif isinstance(func, FunctionType) and func not in _FUSED and _uses_parameter(args, kwargs):
+            with self:
+                return _opened(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_FUSED = frozenset({F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm})
+"""Python functions that make one native call with their parameters: nothing inside them can be deferred."""
+
+
+def _uses_parameter(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return any(_trains(value) for value in (*args, *kwargs.values()))
+
+
+def _trains(value: object) -> bool:
+    return isinstance(value, torch.nn.Parameter) and value.requires_grad
+
+
+@cache
+def _opened(func: FunctionType) -> FunctionType:
+    """`func` without its own override check, so that the calls inside it (as in attention) reach the mode one by one."""
+    no = {
+        name: lambda *_: False
+        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    }
+    opened = FunctionType(
+        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
+    )
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened
+
+
+def _linear(store: WeightStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _trains(weight) or not _leaf(bias):
+        return NotImplemented
+    return apply(LINEAR, store, input, (weight, bias))
+
+
+def _leaf(bias: Tensor | None) -> bool:
+    """Whether nothing needs the gradient of `bias` but the parameter itself."""
+    return bias is None or not bias.requires_grad or isinstance(bias, torch.nn.Parameter)
+
+
+def _matmul(store: WeightStore, input: Tensor, other: Tensor) -> Any:
+    if not _trains(other) or other.dim() != 2 or input.dim() < 2 or _trains(input):
+        return NotImplemented
+    return apply(MATMUL, store, input, (other, None))
+
+
+def _addmm(
+    store: WeightStore, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Any = None
+) -> Any:
+    if not _trains(mat2) or not _leaf(input) or _trains(mat1) or (beta, alpha, out) != (1, 1, None):
+        return NotImplemented
+    return apply(MATMUL, store, mat1, (mat2, input))
+
+
+def _embedding(
+    store: WeightStore,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if not _trains(weight) or max_norm is not None or sparse:
+        return NotImplemented
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return apply(EMBEDDING, store, input, (weight,), (padding, scale_grad_by_freq))
+
+
+def _convolution(dims: int) -> Handler:
+    def handler(
+        store: WeightStore,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        if not _trains(weight) or not _leaf(bias) or isinstance(padding, str) or input.dim() != dims + 2:
+            return NotImplemented
+        options = (_each(stride, dims), _each(padding, dims), _each(dilation, dims), False, [0] * dims, groups)
+        return apply(CONVOLUTION, store, input, (weight, bias), options)
+
+    return handler
+
+
+def _transposed_convolution(dims: int) -> Handler:
+    def handler(
+        store: WeightStore,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        if not _trains(weight) or not _leaf(bias) or input.dim() != dims + 2:
+            return NotImplemented
+        sizes = (_each(stride, dims), _each(padding, dims), _each(dilation, dims))
+        return apply(CONVOLUTION, store, input, (weight, bias), (*sizes, True, _each(output_padding, dims), groups))
+
+    return handler
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
+
+
+_HANDLERS: dict[Any, Handler] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    F.conv1d: _convolution(1),
+    F.conv2d: _convolution(2),
+    F.conv3d: _convolution(3),
+    F.conv_transpose1d: _transposed_convolution(1),
+    F.conv_transpose2d: _transposed_convolution(2),
+    F.conv_transpose3d: _transposed_convolution(3),
+}

@@ -1,0 +1,163 @@
+"""One stage of the model: runs F, B and W of its layers and keeps, per microbatch, only what the next of them needs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zerobubble.errors import PipelineError
+from zerobubble.runtime.parcel import Parcel, pack, pack_gradients, unpack
+from zerobubble.runtime.randomness import own_randomness, seed_for
+from zerobubble.runtime.split import SplitBackward
+from zerobubble.runtime.weight_store import WeightStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Batch:
+    """What a step trains on, cut into microbatches: entry [i] of each list belongs to microbatch i.
+
+    Attributes:
+        step: number of the training step; with seed, microbatch and layer it fixes the randomness.
+        inputs: input of the first stage.
+        targets: second argument of the loss function.
+        keywords: keyword arguments for every layer that names them.
+        weights: by what the loss of each microbatch is multiplied.
+        losses: filled by the last stage: the loss of each microbatch before weighting (0-dimensional).
+    """
+
+    step: int
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    keywords: Sequence[Mapping[str, Any]]
+    weights: Sequence[float]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def total_loss(self) -> Tensor:
+        """The weighted sum of the losses, always added in the order of microbatches."""
+        losses = torch.stack([self.losses[mb] * self.weights[mb] for mb in sorted(self.losses)])
+        return torch.cumsum(losses, 0)[-1]
+
+
+class _Saved(NamedTuple):
+    """What F keeps for B."""
+
+    inputs: list[Tensor]
+    outputs: list[GradientEdge]
+    gradients: list[Tensor] | None  # given for the loss; other outputs get theirs from the next stage
+    store: WeightStore
+
+
+class Stage:
+    """The layers of one stage.
+
+    Args:
+        index: number of the stage in data-flow order.
+        layers: (number in the model, module) in order; each gets the output of the one before it. A tuple is passed
+            as positional arguments, a dict as keyword arguments, anything else as the only argument.
+        seed: base of the deterministic randomness.
+        device: where it runs.
+        loss_fn: on the last stage, (output, target) -> 0-dimensional loss of a microbatch.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[tuple[int, nn.Module]],
+        seed: int,
+        device: torch.device,
+        loss_fn: LossFunction | None = None,
+    ) -> None:
+        self.index = index
+        self._layers = [(number, layer, keyword_names(layer)) for number, layer in layers]
+        self._seed = seed
+        self._device = device
+        self._loss_fn = loss_fn
+        self._saved: dict[int, _Saved] = {}
+        self._stores: dict[int, WeightStore] = {}
+
+    def forward(self, batch: Batch, microbatch: int, parcel: Parcel | None) -> Parcel | None:
+        """F: run the layers. Returns the parcel for the next stage, None on the last one.
+
+        `parcel` is what the previous stage sent; the first stage takes its input from `batch`.
+        """
+        value, inputs = unpack(parcel) if parcel else (batch.inputs[microbatch], [])
+        del parcel
+        store = WeightStore()
+        gradients = None
+        with SplitBackward(store) if torch.is_grad_enabled() else nullcontext():
+            value = self._run_layers(value, batch, microbatch)
+            if self._loss_fn is not None:
+                value = self._loss(value, batch, microbatch)
+        sent, outputs = pack(value)
+        if self._loss_fn is not None:
+            gradients = [torch.full_like(value, batch.weights[microbatch])]
+        if torch.is_grad_enabled():
+            edges = [get_gradient_edge(output) for output in outputs]
+            self._saved[microbatch] = _Saved(inputs, edges, gradients, store)
+        return sent if self._loss_fn is None else None
+
+    def backward_input(self, microbatch: int, parcel: Parcel | None) -> Parcel:
+        """B: the gradients of the stage's inputs, given those of its outputs; leaves the weights' for W."""
+        inputs, edges, gradients, store = self._saved.pop(microbatch)
+        if gradients is None:
+            gradients = list(parcel.tensors) if parcel else []
+        if edges:
+            with SplitBackward(store) if store.recomputes else nullcontext():
+                torch.autograd.backward(edges, gradients)
+        self._stores[microbatch] = store
+        return pack_gradients(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: add the gradients of the weights to `.grad`. Legal with nothing left to add."""
+        self._stores.pop(microbatch).run()
+
+    def clear(self) -> None:
+        """Forget everything that a broken-off step left behind."""
+        self._saved.clear()
+        self._stores.clear()
+
+    def _run_layers(self, value: Any, batch: Batch, microbatch: int) -> Any:
+        keywords = batch.keywords[microbatch]
+        with own_randomness(self._device) as generators:
+            for number, layer, names in self._layers:
+                seed = seed_for(self._seed, batch.step, microbatch, number)
+                for generator in generators:
+                    generator.manual_seed(seed)
+                value = call_layer(layer, value, {name: keywords[name] for name in names if name in keywords})
+        return value
+
+    def _loss(self, value: Any, batch: Batch, microbatch: int) -> Tensor:
+        assert self._loss_fn is not None
+        loss = self._loss_fn(value, batch.targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise PipelineError(f"loss_fn must return a 0-dimensional tensor, the loss of one microbatch; got {got}")
+        batch.losses[microbatch] = loss.detach()
+        return loss
+
+
+def call_layer(layer: nn.Module, value: Any, keywords: Mapping[str, Any]) -> Any:
+    """Call `layer` with what the layer before it returned: a tuple is spread out, so is a dict."""
+    if type(value) is tuple:
+        return layer(*value, **keywords)
+    if type(value) is dict:
+        return layer(**value, **keywords)
+    return layer(value, **keywords)
+
+
+def keyword_names(layer: nn.Module) -> frozenset[str]:
+    """The names under which `layer.forward` takes keyword arguments, without its first parameter."""
+    parameters = list(signature(layer.forward).parameters.values())
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for i, p in enumerate(parameters) if p.kind in named and (i > 0 or p.kind is named[1]))

@@ -1,0 +1,137 @@
+"""Where a pipeline's ranks live: all in this process, or one per process of `torch.distributed`.
+
+Both worlds offer the same: the ranks that live here, their transports, and what is done by all ranks together.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zerobubble.errors import OptionError, PeerError
+from zerobubble.runtime.late import LateValue
+from zerobubble.runtime.process_group import ProcessGroupTransport
+from zerobubble.runtime.transport import LocalHub, LocalTransport, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """Where the ranks of a pipeline live."""
+
+    ranks: tuple[int, ...]
+    """The ranks that live in this process."""
+
+    def transport(self, rank: int, dynamic_shapes: bool) -> Transport:
+        """A new transport for `rank`. Every process makes its transports in the same order."""
+
+    def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
+        """Run one task per rank that lives here, at the same time; raise the first error."""
+
+    def from_rank(self, source: int, value: Tensor | None) -> LateValue:
+        """The number that rank `source` gives as `value`, on its way to every process."""
+
+    def gather(self, values: Mapping[int, T]) -> list[T]:
+        """What every rank gives, by rank, in every process. Collective; waits."""
+
+
+class LocalWorld:
+    """All ranks in this process, as threads that take turns."""
+
+    def __init__(self, num_ranks: int, timeout: float) -> None:
+        self.ranks = tuple(range(num_ranks))
+        self._hub = LocalHub(num_ranks, timeout)
+
+    def transport(self, rank: int, dynamic_shapes: bool) -> Transport:
+        """A transport that hands parcels over by reference; shapes may change at will."""
+        return LocalTransport(self._hub, rank)
+
+    def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
+        """Run every rank in a thread; the first error that is not a consequence of another one is raised."""
+        self._hub.reset()
+        grad_enabled = torch.is_grad_enabled()
+
+        def with_grad_mode(task: Callable[[], None]) -> None:
+            with torch.set_grad_enabled(grad_enabled):
+                task()
+
+        with ThreadPoolExecutor(len(tasks), thread_name_prefix="zerobubble-rank") as pool:
+            futures = [pool.submit(with_grad_mode, task) for task in tasks.values()]
+            wait(futures)
+        errors = [error for future in futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):
+            raise error
+
+    def from_rank(self, source: int, value: Tensor | None) -> LateValue:
+        """The value, which is already here."""
+        assert value is not None
+        return LateValue(lambda: value)
+
+    def gather(self, values: Mapping[int, T]) -> list[T]:
+        """The values by rank."""
+        return [values[rank] for rank in self.ranks]
+
+
+class DistributedWorld:
+    """One rank per process of `torch.distributed`."""
+
+    def __init__(
+        self, num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self.ranks = (self._rank,)
+        size = dist.get_world_size(group)
+        if size != num_ranks:
+            raise OptionError(
+                f"the schedule has {num_ranks} ranks, but the process group has {size} processes; "
+                f"start {num_ranks} processes or make the schedule for {size} ranks"
+            )
+        self._num_ranks = num_ranks
+        self._device = device
+        self._timeout = timeout
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+        self._members = members
+        self._control = dist.new_group(members, timeout=timedelta(seconds=timeout))
+        self._objects = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo")
+
+    def transport(self, rank: int, dynamic_shapes: bool) -> Transport:
+        """A transport over point-to-point communication."""
+        return ProcessGroupTransport(rank, self._num_ranks, self._device, self._timeout, dynamic_shapes, self._group)
+
+    def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
+        """Run the one task of this process."""
+        for task in tasks.values():
+            task()
+
+    def from_rank(self, source: int, value: Tensor | None) -> LateValue:
+        """Start to broadcast the value; nobody waits until it is read."""
+        tensor = torch.empty((), device=self._device, dtype=torch.float64)
+        if value is not None:
+            tensor.copy_(value)
+        work = dist.broadcast(tensor, src=self._members[source], group=self._control, async_op=True)
+        assert work is not None
+
+        def resolve() -> Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerError(f"rank {self._rank} waited for the loss of rank {source}: {error}") from None
+            return tensor
+
+        return LateValue(resolve)
+
+    def gather(self, values: Mapping[int, T]) -> list[T]:
+        """Exchange the values on the CPU."""
+        gathered: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(gathered, values[self._rank], group=self._objects)
+        return gathered
