@@ -14,8 +14,11 @@ except ImportError as error:
 from zerobubble.runtime.batch import Shared
 from zerobubble.runtime.late import LateValue
 from zerobubble.runtime.pipeline import Pipeline
-from zerobubble.runtime.profile import measured_costs
+from zerobubble.runtime.launch import launch
+from zerobubble.runtime.profile import MemoryTrace, measured_costs
 from zerobubble.runtime.split import SplitBackward
 from zerobubble.runtime.weight_store import WeightStore
 
-__all__ = ["LateValue", "Pipeline", "Shared", "SplitBackward", "WeightStore", "measured_costs"]
+__all__ = [
+    "LateValue", "MemoryTrace", "Pipeline", "Shared", "SplitBackward", "WeightStore", "launch", "measured_costs",
+]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from zerobubble.dependencies import needs, result
 from zerobubble.lower import Receive, Run, Send
 from zerobubble.op import Kind, Op
+from zerobubble.runtime.live_memory import LiveMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +45,8 @@ class Executor:
         self.rank = program.rank
         self.starts: list[int] = []
         self.ends: list[int] = []
+        self.live_bytes: list[int] = []
+        self._memory: LiveMemory | None = None
         self._transport = transport
         self._results: dict[Op, Parcel] = {}
         self._plan: list[_Task | Receive | Send] = [
@@ -75,6 +78,13 @@ class Executor:
             else:
                 transport.send(item.message, results.pop(item.message.producer))
 
+    def run_measuring_memory(self, batch: Batch) -> None:
+        """As `run`, slower: `live_bytes` then holds the bytes alive after every op, of tensors made since the start."""
+        self.live_bytes = []
+        with LiveMemory() as self._memory:
+            self.run(batch)
+        self._memory = None
+
     def _run_op(self, task: _Task, batch: Batch) -> None:
         op, results, transport = task.op, self._results, self._transport
         for message in task.awaits:
@@ -84,8 +94,12 @@ class Executor:
             self.starts.append(perf_counter_ns())
             made = _compute(task.stage, op, batch, parcel)
             self.ends.append(perf_counter_ns())
+        del parcel
         if task.makes is not None and made is not None:
             results[task.makes] = made
+        del made
+        if self._memory is not None:
+            self.live_bytes.append(self._memory.bytes)
         transport.finished(op, batch.step)
 
 

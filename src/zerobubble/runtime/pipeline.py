@@ -14,6 +14,7 @@ from zerobubble.lower import lower
 from zerobubble.op import Kind
 from zerobubble.runtime.batch import split
 from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.profile import MemoryTrace
 from zerobubble.runtime.randomness import own_randomness, seed_for
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
@@ -114,7 +115,7 @@ class Pipeline:
             PeerError: another rank failed, died or let the timeout pass.
         """
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
-        self._run(self._executors, batch)
+        self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
         self.step_count += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
         return self._loss(batch)
@@ -133,7 +134,7 @@ class Pipeline:
         try:
             batch = self._batch(_EVALUATION_STEP, inputs, targets, token_count, keywords)
             with torch.no_grad():
-                self._run(self._evaluators, batch)
+                self._run({rank: executor.run for rank, executor in self._evaluators.items()}, batch)
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -156,11 +157,11 @@ class Pipeline:
             weights = [1 / token_count] * count
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
-    def _run(self, executors: Mapping[int, Executor], batch: Batch) -> None:
+    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> None:
         def task(rank: int) -> Callable[[], None]:
             def run() -> None:
                 try:
-                    executors[rank].run(batch)
+                    runs[rank](batch)
                 except BaseException as error:
                     self._transports[rank].failed(error)
                     raise
@@ -226,6 +227,21 @@ class Pipeline:
         recorded = list(self._recorded)[-last:]
         gathered = self._world.gather({rank: [step[rank] for step in recorded] for rank in self._world.ranks})
         return [self._timeline(rows) for rows in zip(*gathered, strict=True)]
+
+    def measure_memory(self, inputs: Any = None, targets: Any = None, **keywords: Any) -> MemoryTrace:
+        """Measure the bytes of activations that every rank holds after each op of one step. Collective; slow.
+
+        Runs a forward and backward as `step` does but counts no training step; gradients are cleared afterwards.
+        Meaningful where every rank has a process of its own.
+        """
+        batch = self._batch(self.step_count, inputs, targets, None, keywords)
+        for parameter in self.parameters():  # so that no gradient is allocated while activations are counted
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self._run({rank: executor.run_measuring_memory for rank, executor in self._executors.items()}, batch)
+        self.zero_grad()
+        live = self._world.gather({rank: self._executors[rank].live_bytes for rank in self._world.ranks})
+        return MemoryTrace(self.schedule, tuple(map(tuple, live)))
 
     def _timeline(self, rows: Sequence[tuple[list[int], list[int]]]) -> Timeline:
         begin = min(starts[0] for starts, _ in rows)

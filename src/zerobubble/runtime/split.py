@@ -23,6 +23,8 @@ from zerobubble.runtime.deferred import CONVOLUTION, EMBEDDING, LINEAR, MATMUL, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.autograd.graph import GradientEdge
+
     from zerobubble.runtime.weight_store import WeightStore
 
     Handler = Callable[..., Any]
@@ -50,6 +52,18 @@ class SplitBackward(TorchFunctionMode):
             with self:
                 return _opened(func)(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], store: WeightStore) -> None:
+    """B of a graph that was recorded under `SplitBackward(store)`.
+
+    A checkpointed block runs its forward again in here, and must then record the same graph: under the same mode.
+    """
+    if store.recomputes:
+        with SplitBackward(store):
+            _opened(torch.autograd.backward)(outputs, gradients)
+    else:
+        torch.autograd.backward(outputs, gradients)
 
 
 _FUSED = frozenset({F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm})

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.parcel import Parcel, pack, pack_gradients, unpack
 from zerobubble.runtime.randomness import own_randomness, seed_for
-from zerobubble.runtime.split import SplitBackward
+from zerobubble.runtime.split import SplitBackward, backward
 from zerobubble.runtime.weight_store import WeightStore
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class Stage:
         if gradients is None:
             gradients = list(parcel.tensors) if parcel else []
         if edges:
-            with SplitBackward(store) if store.recomputes else nullcontext():
-                torch.autograd.backward(edges, gradients)
+            backward(edges, gradients, store)
         self._stores[microbatch] = store
         return pack_gradients(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
 

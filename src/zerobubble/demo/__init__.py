@@ -1,0 +1,1 @@
+"""The main job: train a small GPT on real text with several schedules, and compare. Needs torch."""

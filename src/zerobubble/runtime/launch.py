@@ -1,0 +1,95 @@
+"""Starts a pipeline's processes on this machine, for the demo, benchmarks and tests. For clusters use `torchrun`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from zerobubble.errors import PipelineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_POLL_SECONDS = 0.1
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 600.0,
+    on_news: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    """Run `function(report, *args)` in `num_ranks` new processes, over gloo on loopback, one thread each.
+
+    Args:
+        function: importable by name. `report(news)` hands a small value to `on_news` in this process.
+        num_ranks: how many processes.
+        *args: passed on; must be picklable.
+        timeout: seconds for the start and for collectives.
+        on_news: called here with whatever the ranks report, while they run.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        PipelineError: a process failed; all others have been stopped. Says which one, and why.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    queue = mp.get_context("spawn").Queue()
+    processes = mp.start_processes(
+        _entry, (function, num_ranks, store.port, timeout, queue, args), num_ranks, join=False, daemon=True
+    )
+    results: dict[int, Any] = {}
+    try:
+        while not processes.join(timeout=_POLL_SECONDS):
+            _drain(queue, results, on_news)
+        _drain(queue, results, on_news)
+    except mp.ProcessRaisedException as error:
+        raise PipelineError(_last_line(str(error), error.error_index)) from None
+    except mp.ProcessExitedException as error:
+        raise PipelineError(f"rank {error.error_index} died: {error}") from None
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _drain(queue: Any, results: dict[int, Any], on_news: Callable[[Any], None] | None) -> None:
+    while True:
+        try:
+            kind, rank, value = queue.get_nowait()
+        except Empty:
+            return
+        if kind == "result":
+            results[rank] = value
+        elif on_news is not None:
+            on_news(value)
+
+
+def _last_line(traceback: str, rank: int) -> str:
+    return f"rank {rank} failed: {traceback.strip().splitlines()[-1]}"
+
+
+def _entry(
+    rank: int, function: Callable[..., Any], num_ranks: int, port: int, timeout: float, queue: Any, args: tuple[Any, ...]
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    result = function(lambda news: queue.put(("news", rank, news)), *args)
+    queue.put(("result", rank, result))
+    queue.close()
+    queue.join_thread()
+    dist.barrier()
+    dist.destroy_process_group()
