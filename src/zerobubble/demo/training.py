@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerobubble.demo.text import Text, load_text
-from zerobubble.models import GPTConfig, gpt_layers, next_token_loss
+from zerobubble.models import GPTConfig, gpt_layers, gpt_partition, next_token_loss
 from zerobubble.runtime import MemoryTrace, Pipeline
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def train_all(report: Callable[[Any], None], schedules: list[Schedule], config: 
 
 
 def _trainee(schedule: Schedule, config: DemoConfig) -> _Trainee:
-    pipeline = Pipeline(gpt_layers(config.model), next_token_loss, schedule, seed=config.seed)
+    partition = gpt_partition(config.model, schedule.num_stages)
+    pipeline = Pipeline(gpt_layers(config.model), next_token_loss, schedule, partition=partition, seed=config.seed)
     return _Trainee(pipeline, torch.optim.AdamW(pipeline.parameters(), lr=config.learning_rate))
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from zerobubble.errors import OptionError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -94,6 +96,21 @@ class Head(nn.Module):
 def gpt_layers(config: GPTConfig) -> list[Callable[[], nn.Module]]:
     """Functions that make the layers of a GPT: embedding, blocks, head."""
     return [partial(Embedding, config), *[partial(Block, config)] * config.blocks, partial(Head, config)]
+
+
+def gpt_partition(config: GPTConfig, num_stages: int) -> list[int]:
+    """Layers per stage with the blocks spread evenly: the embedding joins the first stage, the head the last.
+
+    Raises:
+        OptionError: there are fewer blocks than stages.
+    """
+    if config.blocks < num_stages:
+        raise OptionError(f"a GPT of {config.blocks} blocks cannot be cut into {num_stages} stages; raise `blocks`")
+    size, rest = divmod(config.blocks, num_stages)
+    partition = [size + (stage < rest) for stage in range(num_stages)]
+    partition[0] += 1
+    partition[-1] += 1
+    return partition
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

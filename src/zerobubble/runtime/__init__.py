@@ -13,8 +13,8 @@ except ImportError as error:
 
 from zerobubble.runtime.batch import Shared
 from zerobubble.runtime.late import LateValue
-from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.launch import launch
+from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.profile import MemoryTrace, measured_costs
 from zerobubble.runtime.split import SplitBackward
 from zerobubble.runtime.weight_store import WeightStore

@@ -50,7 +50,9 @@ def apply(
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         store.recomputes = True
     anchor = None if x.requires_grad else _anchor(x.device)
-    output: Tensor = _Deferred.apply(x, anchor, rule, store, (*parameters,), (*values,), options)  # type: ignore[no-untyped-call]
+    output: Tensor = _Deferred.apply(  # type: ignore[no-untyped-call]
+        x, anchor, rule, store, (*parameters,), (*values,), options
+    )
     return output
 
 
@@ -83,7 +85,7 @@ class _Deferred(torch.autograd.Function):
         return rule.forward(x, values, options)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *values = ctx.saved_tensors
         rule: Rule = ctx.rule
         for parameter, contribution, needs_input in zip(ctx.parameters, rule.contributions, rule.needs_input):
@@ -133,12 +135,13 @@ def _linear_forward(x: Tensor, parameters: Sequence[Tensor | None], _options: Op
     return torch.nn.functional.linear(x, weight, bias)
 
 
-LINEAR = Rule(
-    forward=_linear_forward,
-    input_gradient=lambda grad, x, parameters, options: grad @ parameters[0],
-    contributions=(_linear_weight, _add_row_sum),
-    needs_input=(True, False),
-)
+def _linear_input(grad: Tensor, _x: Tensor, parameters: Sequence[Tensor | None], _options: Options) -> Tensor:
+    weight = parameters[0]
+    assert weight is not None
+    return grad @ weight
+
+
+LINEAR = Rule(_linear_forward, _linear_input, (_linear_weight, _add_row_sum), (True, False))
 
 
 # matrix product: x [..., in], weight [in, out] (, bias, broadcast) -> [..., out]
@@ -176,9 +179,7 @@ def _embedding_weight(
     accumulator: Tensor | None, x: Tensor | None, grad: Tensor, shape: torch.Size, options: Options
 ) -> Tensor:
     padding, by_frequency = options
-    return _added(
-        accumulator, torch.ops.aten.embedding_dense_backward(grad, x, shape[0], padding, by_frequency)
-    )
+    return _added(accumulator, torch.ops.aten.embedding_dense_backward(grad, x, shape[0], padding, by_frequency))
 
 
 EMBEDDING = Rule(_embedding_forward, None, (_embedding_weight,), (True,))
@@ -211,6 +212,4 @@ def _convolution_bias(
     return _added(accumulator, grad.sum([0, *range(2, grad.dim())]).reshape(shape))
 
 
-CONVOLUTION = Rule(
-    _convolution_forward, _convolution_input, (_convolution_weight, _convolution_bias), (True, False)
-)
+CONVOLUTION = Rule(_convolution_forward, _convolution_input, (_convolution_weight, _convolution_bias), (True, False))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from zerobubble.errors import PipelineError
 
@@ -41,9 +43,9 @@ def launch(
     Raises:
         PipelineError: a process failed; all others have been stopped. Says which one, and why.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = mp.get_context("spawn").Queue()
-    processes = mp.start_processes(
+    processes = start_processes(  # type: ignore[no-untyped-call]
         _entry, (function, num_ranks, store.port, timeout, queue, args), num_ranks, join=False, daemon=True
     )
     results: dict[int, Any] = {}
@@ -51,9 +53,9 @@ def launch(
         while not processes.join(timeout=_POLL_SECONDS):
             _drain(queue, results, on_news)
         _drain(queue, results, on_news)
-    except mp.ProcessRaisedException as error:
+    except ProcessRaisedException as error:
         raise PipelineError(_last_line(str(error), error.error_index)) from None
-    except mp.ProcessExitedException as error:
+    except ProcessExitedException as error:
         raise PipelineError(f"rank {error.error_index} died: {error}") from None
     finally:
         for process in processes.processes:
@@ -80,12 +82,18 @@ def _last_line(traceback: str, rank: int) -> str:
 
 
 def _entry(
-    rank: int, function: Callable[..., Any], num_ranks: int, port: int, timeout: float, queue: Any, args: tuple[Any, ...]
+    rank: int,
+    function: Callable[..., Any],
+    num_ranks: int,
+    port: int,
+    timeout: float,
+    queue: Any,
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
     result = function(lambda news: queue.put(("news", rank, news)), *args)
     queue.put(("result", rank, result))

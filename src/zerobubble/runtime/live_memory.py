@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context: counts the storages that ops allocate in this thread until they are freed. Slow: for measuring only.
 
     Attributes:
@@ -18,7 +18,7 @@ class LiveMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self._known: set[int] = set()
 

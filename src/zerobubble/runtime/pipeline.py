@@ -76,7 +76,9 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule):
-            raise OptionError(f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}")
+            raise OptionError(
+                f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}"
+            )
         programs = lower(schedule)
         bounds = _stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
@@ -93,7 +95,9 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def step(self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any) -> LateValue:
+    def step(
+        self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any
+    ) -> LateValue:
         """Forward and backward of one batch; gradients are added to `.grad`, as by `loss.backward()`.
 
         Every tensor is cut along dimension 0 into the schedule's microbatches (uneven sizes are legal); wrap what
@@ -120,7 +124,9 @@ class Pipeline:
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
         return self._loss(batch)
 
-    def evaluate(self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any) -> LateValue:
+    def evaluate(
+        self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any
+    ) -> LateValue:
         """The loss of one batch, in evaluation mode and without gradients. Arguments as in `step`.
 
         Collective: every rank must call it. Shapes may differ from those of training, and from call to call.
@@ -140,7 +146,9 @@ class Pipeline:
                 module.training = training
         return self._loss(batch)
 
-    def _batch(self, step: int, inputs: Any, targets: Any, token_count: float | None, keywords: Mapping[str, Any]) -> Batch:
+    def _batch(
+        self, step: int, inputs: Any, targets: Any, token_count: float | None, keywords: Mapping[str, Any]
+    ) -> Batch:
         unknown = sorted(set(keywords) - self._keywords)
         if unknown:
             raise OptionError(f"no layer takes a keyword argument {unknown[0]!r}; layers take {sorted(self._keywords)}")
@@ -151,10 +159,7 @@ class Pipeline:
         target_parts, target_sizes = split(targets if last else None, count, "targets")
         keyword_parts, keyword_sizes = split(dict(keywords), count, "keyword arguments")
         sizes = target_sizes or input_sizes or keyword_sizes or [1] * count
-        if token_count is None:
-            weights = [size / sum(sizes) for size in sizes]
-        else:
-            weights = [1 / token_count] * count
+        weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
     def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> None:
@@ -201,7 +206,9 @@ class Pipeline:
         own = self.module.state_dict()
         missing = [name for name in own if name not in state]
         if missing:
-            raise OptionError(f"state_dict has no entry {missing[0]!r} ({len(missing)} missing); was a rank's part left out?")
+            raise OptionError(
+                f"state_dict has no entry {missing[0]!r} ({len(missing)} missing); was a rank's part left out?"
+            )
         self.module.load_state_dict({name: state[name] for name in own})
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -220,7 +227,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------------ measuring
 
     def timelines(self, last: int = 1) -> list[Timeline]:
-        """The measured timelines of the last steps (256 are kept), oldest first, in ms. Collective: every rank calls it.
+        """The measured timelines of the last steps (256 are kept), oldest first, in ms. Collective.
 
         All clocks are the machine's monotonic clock: between machines they are not comparable.
         """
@@ -278,7 +285,9 @@ class Pipeline:
             raise OptionError(f"layers[{number}] must be a module or make one; got {type(layer).__name__}")
         return layer.to(self._device)
 
-    def _make_executors(self, programs: Sequence[Any], transports: Mapping[int, Any] | None = None) -> dict[int, Executor]:
+    def _make_executors(
+        self, programs: Sequence[Any], transports: Mapping[int, Any] | None = None
+    ) -> dict[int, Executor]:
         ends = transports or self._transports
         count = self.schedule.num_stages
         return {rank: Executor(programs[rank], self._stages, count, ends[rank]) for rank in self._world.ranks}

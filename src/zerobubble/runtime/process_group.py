@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -192,10 +192,8 @@ class _Reaper:
     def _run(self) -> None:
         while True:
             work, tensor = self._queue.get()
-            try:
+            with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
                 work.wait()
-            except RuntimeError:
-                pass  # the peer is gone: whoever waits for it says so
             del work, tensor
 
 
@@ -207,7 +205,7 @@ def _link_groups(
     On gloo all links share one group, apart from every other traffic. On NCCL each direction of each pair of
     ranks has its own, so that no link ever waits for another.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     limit = timedelta(seconds=timeout)
     links = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     if device.type != "cuda":

@@ -73,9 +73,7 @@ def measured_costs(timelines: Sequence[Timeline], memory: MemoryTrace | None = N
     )
 
 
-def _collect(
-    timeline: Timeline, durations: dict[tuple[Kind, int], list[float]], latencies: list[list[float]]
-) -> None:
+def _collect(timeline: Timeline, durations: dict[tuple[Kind, int], list[float]], latencies: list[list[float]]) -> None:
     ended: dict[object, float] = {}
     rows = list(zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True))
     for order, starts, ends in rows:

@@ -66,8 +66,17 @@ def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], store
         torch.autograd.backward(outputs, gradients)
 
 
-_FUSED = frozenset({F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm})
+_FUSED: frozenset[Any] = frozenset({F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm})
 """Python functions that make one native call with their parameters: nothing inside them can be deferred."""
+
+
+def register(func: Callable[..., Any], handler: Handler) -> None:
+    """Teach the split another function, which must honour `__torch_function__`.
+
+    `handler(store, *args, **kwargs)` returns the output, as a rule by `zerobubble.runtime.deferred.apply`, or
+    `NotImplemented` for a call that it leaves to plain autograd.
+    """
+    _HANDLERS[func] = handler
 
 
 def _uses_parameter(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -80,14 +89,12 @@ def _trains(value: object) -> bool:
 
 @cache
 def _opened(func: FunctionType) -> FunctionType:
-    """`func` without its own override check, so that the calls inside it (as in attention) reach the mode one by one."""
+    """`func` without its own override check: the calls inside it (as in attention) then reach the mode one by one."""
     no = {
         name: lambda *_: False
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     }
-    opened = FunctionType(
-        func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__
-    )
+    opened = FunctionType(func.__code__, {**func.__globals__, **no}, func.__name__, func.__defaults__, func.__closure__)
     opened.__kwdefaults__ = func.__kwdefaults__
     return opened
 

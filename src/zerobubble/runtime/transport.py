@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from threading import Condition, Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from zerobubble.errors import PeerError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from zerobubble.lower import Message
     from zerobubble.op import Op
     from zerobubble.runtime.parcel import Parcel

@@ -89,7 +89,7 @@ class DistributedWorld:
     ) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
-        self.ranks = (self._rank,)
+        self.ranks: tuple[int, ...] = (self._rank,)
         size = dist.get_world_size(group)
         if size != num_ranks:
             raise OptionError(
@@ -99,7 +99,7 @@ class DistributedWorld:
         self._num_ranks = num_ranks
         self._device = device
         self._timeout = timeout
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._members = members
         self._control = dist.new_group(members, timeout=timedelta(seconds=timeout))
         self._objects = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo")
