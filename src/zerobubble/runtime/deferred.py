@@ -118,6 +118,8 @@ def _add_product(accumulator: Tensor | None, left: Tensor, right: Tensor) -> Ten
 def _add_row_sum(
     accumulator: Tensor | None, _x: Tensor | None, grad: Tensor, shape: torch.Size, _options: Options
 ) -> Tensor:
+    if accumulator is None and grad.shape == shape:
+        return grad.clone()  # others may hold the output gradient, and later ones are added in place
     return _added(accumulator, grad.sum_to_size(shape))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 from datetime import timedelta
 from queue import Empty
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ def launch(
     num_ranks: int,
     *args: Any,
     timeout: float = 600.0,
+    time_limit: float | None = None,
     on_news: Callable[[Any], None] | None = None,
 ) -> list[Any]:
     """Run `function(report, *args)` in `num_ranks` new processes, over gloo on loopback, one thread each.
@@ -35,6 +38,7 @@ def launch(
         num_ranks: how many processes.
         *args: passed on; must be picklable.
         timeout: seconds for the start and for collectives.
+        time_limit: seconds after which all processes are stopped; by default they may take as long as they need.
         on_news: called here with whatever the ranks report, while they run.
 
     Returns:
@@ -50,8 +54,13 @@ def launch(
     )
     results: dict[int, Any] = {}
     try:
+        end = monotonic() + (time_limit or float("inf"))
         while not processes.join(timeout=_POLL_SECONDS):
             _drain(queue, results, on_news)
+            if monotonic() > end:
+                raise PipelineError(
+                    f"{function.__name__} was stopped: not done on {num_ranks} ranks after {time_limit:g} s"
+                )
         _drain(queue, results, on_news)
     except ProcessRaisedException as error:
         raise PipelineError(_last_line(str(error), error.error_index)) from None
@@ -68,13 +77,13 @@ def launch(
 def _drain(queue: Any, results: dict[int, Any], on_news: Callable[[Any], None] | None) -> None:
     while True:
         try:
-            kind, rank, value = queue.get_nowait()
+            kind, rank, data = queue.get_nowait()
         except Empty:
             return
         if kind == "result":
-            results[rank] = value
+            results[rank] = pickle.loads(data)
         elif on_news is not None:
-            on_news(value)
+            on_news(pickle.loads(data))
 
 
 def _last_line(traceback: str, rank: int) -> str:
@@ -90,13 +99,17 @@ def _entry(
     queue: Any,
     args: tuple[Any, ...],
 ) -> None:
+    os.setpgrp()  # an interrupt reaches the starting process alone, which then stops all ranks at once
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    result = function(lambda news: queue.put(("news", rank, news)), *args)
-    queue.put(("result", rank, result))
+
+    def put(kind: str, value: Any) -> None:  # whole copies: shared memory would go with this process
+        queue.put((kind, rank, pickle.dumps(value)))
+
+    put("result", function(lambda news: put("news", news), *args))
     queue.close()
     queue.join_thread()
     dist.barrier()

@@ -36,6 +36,7 @@ class SplitBackward(TorchFunctionMode):
     def __init__(self, store: WeightStore) -> None:
         super().__init__()
         self.store = store
+        self._open: FunctionType | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,10 +49,23 @@ class SplitBackward(TorchFunctionMode):
                 output = handler(self.store, *args, **kwargs)
                 if output is not NotImplemented:
                     return output
-        elif isinstance(func, FunctionType) and func not in _FUSED and _uses_parameter(args, kwargs):
+        elif isinstance(func, FunctionType) and self._can_open(func, args, kwargs):
+            return self._inside(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _can_open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether calls inside a Python function may take a parameter that trains."""
+        known = func in _FUSED or func is self._open
+        return not known and torch.is_grad_enabled() and any(map(_trains, (*args, *kwargs.values())))
+
+    def _inside(self, func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a Python function so that the calls inside it reach the mode. One that comes back is run plainly."""
+        before, self._open = self._open, func
+        try:
             with self:
                 return _opened(func)(*args, **kwargs)
-        return func(*args, **kwargs)
+        finally:
+            self._open = before
 
 
 def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], store: WeightStore) -> None:
@@ -77,10 +91,6 @@ def register(func: Callable[..., Any], handler: Handler) -> None:
     `NotImplemented` for a call that it leaves to plain autograd.
     """
     _HANDLERS[func] = handler
-
-
-def _uses_parameter(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return any(_trains(value) for value in (*args, *kwargs.values()))
 
 
 def _trains(value: object) -> bool:

@@ -38,7 +38,7 @@ class WeightStore:
     def run(self) -> None:
         """W: compute every gradient that was left, in the order in which B left them, add it to `.grad`, let go."""
         for parameter, contribution, operands in self._entries:
-            parameter.grad = contribution(parameter.grad, *operands)
+            parameter.grad = contribution(parameter.grad, *operands).to(parameter.dtype)
         self._entries.clear()
 
     def tensors(self) -> list[torch.Tensor]:

@@ -1,0 +1,109 @@
+"""`zerobubble simulate`: what a schedule costs."""
+
+import time
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from zerobubble import notation
+from zerobubble.cli.inputs import (
+    SCHEDULE,
+    AsJson,
+    Chunks,
+    CostsFile,
+    MemoryLimit,
+    Microbatches,
+    Options,
+    Ranks,
+    simulated,
+)
+from zerobubble.cli.output import console, print_json
+from zerobubble.plot.layout import with_unit
+from zerobubble.timeline import Timeline
+
+
+def simulate(
+    schedule: Annotated[str, typer.Argument(help=SCHEDULE)],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    costs: CostsFile = None,
+    memory_limit: MemoryLimit = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a schedule costs: time, bubbles and memory, per rank and in all."""
+    start = time.perf_counter()
+    _, timeline = simulated(schedule, Options(ranks, microbatches, chunks, costs, memory_limit))
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(_to_dict(timeline, seconds))
+    else:
+        _print(timeline)
+
+
+def _to_dict(timeline: Timeline, seconds: float) -> dict[str, Any]:
+    return {
+        "schedule": notation.to_dict(timeline.schedule),
+        "unit": timeline.unit,
+        "cost": timeline.cost,
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "work": timeline.work,
+        "lower_bound": None,
+        "spans": list(timeline.spans),
+        "idle": list(timeline.idle),
+        "peak_memory": list(timeline.peak_memory),
+        "critical_path": [str(op) for op in timeline.critical_path()],
+        "seconds": seconds,
+    }
+
+
+def _print(timeline: Timeline) -> None:
+    out, schedule = console(), timeline.schedule
+    out.print(
+        f"{schedule.name}: {_many(schedule.num_ranks, 'rank')}, {_many(schedule.num_stages, 'stage')} "
+        f"({schedule.placement.style} placement), {_many(schedule.num_microbatches, 'microbatch')}, "
+        f"{_many(schedule.num_ops, 'op')}"
+    )
+    summary = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("cost", with_unit(timeline.cost, timeline.unit)),
+        ("makespan", with_unit(timeline.makespan, timeline.unit)),
+        ("work", with_unit(timeline.work, timeline.unit)),
+        ("bubble rate", f"{timeline.bubble_rate:.4f}"),
+    ):
+        summary.add_row(name, value)
+    out.print(summary)
+    out.print(_per_rank(timeline))
+    out.print(f"critical path: {_critical_path(timeline)}")
+
+
+def _per_rank(timeline: Timeline) -> Table:
+    table = Table()
+    for name in ("rank", "span", "idle", "peak memory"):
+        table.add_column(name, justify="right")
+    for rank, row in enumerate(zip(timeline.spans, timeline.idle, timeline.peak_memory, strict=True)):
+        table.add_row(str(rank), *(f"{value:g}" for value in row))
+    return table
+
+
+def _critical_path(timeline: Timeline) -> str:
+    """In one line: from where to where, how many ops of each kind and their time, and how often it changes rank."""
+    path, ranks = timeline.critical_path(), timeline.schedule.placement.ranks
+    durations = {
+        op: end - start
+        for order, starts, ends in zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
+        for op, start, end in zip(order, starts, ends, strict=True)
+    }
+    by_kind: dict[str, list[float]] = {}
+    for op in path:
+        by_kind.setdefault(op.kind.value, []).append(durations[op])
+    parts = [f"{len(times)} {kind} ({with_unit(sum(times), timeline.unit)})" for kind, times in by_kind.items()]
+    hops = sum(ranks[a.stage] != ranks[b.stage] for a, b in pairwise(path))
+    return f"{path[0]} to {path[-1]}: {', '.join(parts)}, {_many(hops, 'hop')} between ranks"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{('es' if what.endswith('ch') else 's') * (count != 1)}"

@@ -1,0 +1,97 @@
+"""Timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from zerobubble.dependencies import needs, result
+from zerobubble.plot.layout import panels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zerobubble.op import Op
+    from zerobubble.plot.layout import Box, Panel
+    from zerobubble.timeline import Timeline
+
+_MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
+
+_Event = dict[str, Any]
+
+
+def trace(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
+    """The timelines as an object in the Trace Event Format.
+
+    Each timeline is a process (`pid` is its index), each rank a thread of it, each op a complete event (`ph` "X") named
+    as in the notation, with stage, chunk and microbatch in its `args`. An arrow (`ph` "s" and "f") leads from each op
+    to the op on another rank that needs its result. Times count from the timeline's first op, in microseconds; a
+    timeline whose unit is not s, ms, us or ns has 1 unit = 1 microsecond. All are rounded to nanoseconds, which is
+    what the viewers hold.
+
+    Raises:
+        OptionError: no timeline.
+    """
+    events: list[_Event] = []
+    flows = count(1)
+    for pid, panel in enumerate(panels(timelines)):
+        scale = _MICROSECONDS.get(panel.timeline.unit, 1.0)
+        boxes = {box.op: box for rank in range(len(panel.timeline.starts)) for box in panel.boxes(rank)}
+        events += _names(pid, panel)
+        events += (_op(pid, box, scale) for box in boxes.values())
+        for producer, consumer in _messages(panel, boxes):
+            events += _arrow(pid, next(flows), producer, consumer, scale)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def to_json(timelines: Sequence[tuple[str, Timeline]]) -> str:
+    """The text of a trace file. Raises `OptionError` when there is no timeline."""
+    return json.dumps(trace(timelines), separators=(",", ":"))
+
+
+def _names(pid: int, panel: Panel) -> Iterator[_Event]:
+    def metadata(name: str, tid: int, args: dict[str, object]) -> _Event:
+        return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+    yield metadata("process_name", 0, {"name": f"{panel.title} ({panel.caption})"})
+    yield metadata("process_sort_index", 0, {"sort_index": pid})
+    for rank in range(len(panel.timeline.starts)):
+        yield metadata("thread_name", rank, {"name": f"rank {rank}"})
+        yield metadata("thread_sort_index", rank, {"sort_index": rank})
+
+
+def _op(pid: int, box: Box, scale: float) -> _Event:
+    start, end = round(box.start * scale, 3), round(box.end * scale, 3)
+    return {
+        "ph": "X",
+        "name": str(box.op),
+        "cat": box.op.kind.value,
+        "pid": pid,
+        "tid": box.rank,
+        "ts": start,
+        "dur": round(end - start, 3),
+        "args": {"stage": box.op.stage, "chunk": box.chunk, "microbatch": box.op.microbatch},
+    }
+
+
+def _messages(panel: Panel, boxes: dict[Op, Box]) -> Iterator[tuple[Box, Box]]:
+    """Producer and consumer of every result that crosses ranks."""
+    schedule = panel.timeline.schedule
+    producers = {result(op): box for op, box in boxes.items()}
+    for op, box in boxes.items():
+        for need in needs(op, schedule.num_stages):
+            producer = producers.get(need)
+            if producer is not None and producer.rank != box.rank:
+                yield producer, box
+
+
+def _arrow(pid: int, flow: int, producer: Box, consumer: Box, scale: float) -> tuple[_Event, _Event]:
+    """The two ends of an arrow. Viewers tie an end to the event around its time, so it stands in the middle of it."""
+
+    def event(phase: str, box: Box) -> _Event:
+        middle = round((box.start + box.end) / 2 * scale, 3)
+        common = {"name": "message", "cat": "message", "id": flow, "pid": pid, "tid": box.rank, "ts": middle}
+        return {"ph": phase, **common}
+
+    return event("s", producer), {**event("f", consumer), "bp": "e"}

@@ -1,0 +1,86 @@
+"""Small models and runs that several tests share, importable by the processes that tests start."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import zerobubble as zb
+from zerobubble.models import GPTConfig, gpt_layers, gpt_partition, next_token_loss
+from zerobubble.runtime import Pipeline
+
+torch.set_num_threads(1)  # as in the processes: some kernels add up in another order with more threads
+
+TINY_GPT = GPTConfig(vocabulary=32, context=12, width=16, heads=2, blocks=8, dropout=0.2)
+
+
+def tiny_batch(samples=8, length=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 32, (samples, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def tiny_pipeline(schedule, config=TINY_GPT, dtype=torch.float32, **options):
+    """A pipeline over the tiny GPT; more stages than blocks are filled with the identity."""
+    layers = [lambda make=make: make().to(dtype) for make in gpt_layers(config)]
+    if schedule.num_stages <= config.blocks:
+        options.setdefault("partition", gpt_partition(config, schedule.num_stages))
+    return Pipeline(layers, next_token_loss, schedule, seed=3, **options)
+
+
+def train_tiny(pipeline, steps=2):
+    """Losses of some AdamW steps."""
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        losses.append(pipeline.step(*tiny_batch(seed=step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def gradients_after_one_step(report, names, num_ranks, num_microbatches):
+    """For each generator: loss, and this rank's gradients by name."""
+    found = {}
+    for name in names:
+        pipeline = tiny_pipeline(zb.generate(name, num_ranks, num_microbatches), timeout=60)
+        loss = pipeline.step(*tiny_batch()).item()
+        found[name] = loss, {key: p.grad for key, p in pipeline.named_parameters()}
+    return found
+
+
+def losses_on_processes(report, name, num_ranks, num_microbatches, steps):
+    return train_tiny(tiny_pipeline(zb.generate(name, num_ranks, num_microbatches), timeout=60), steps)
+
+
+def changing_shapes(report, dynamic_shapes):
+    pipeline = tiny_pipeline(zb.zb_h1(2, 2), timeout=20, dynamic_shapes=dynamic_shapes)
+    return [pipeline.step(*tiny_batch(length=length)).item() for length in (12, 12, 7, 12)]
+
+
+class Faulty(torch.nn.Module):
+    """Does something wrong in the forward of a microbatch of a step, on the rank where it lives."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 6:
+            self.wrong()
+        return x
+
+
+def faulty_pipeline(report, rank, wrong, timeout):
+    """Two ranks; something goes wrong on `rank` in the second step."""
+    layers = [torch.nn.Linear(4, 4), Faulty(wrong if rank == 0 else int), torch.nn.Linear(4, 4),
+              Faulty(wrong if rank == 1 else int)]  # fmt: skip
+    pipeline = Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 4), timeout=timeout)
+    try:
+        for _ in range(3):
+            pipeline.step(torch.ones(4, 4), torch.ones(4))
+    except zb.ZeroBubbleError as error:
+        report((dist.get_rank(), str(error)))
+        raise

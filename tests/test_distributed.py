@@ -1,0 +1,125 @@
+"""The same pipeline on real processes over gloo: same numbers, late losses, and errors that name rank, op and peer.
+
+Every run has a time limit and its own process group; `launch` stops what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from models_for_tests import (
+    changing_shapes,
+    faulty_pipeline,
+    gradients_after_one_step,
+    losses_on_processes,
+    tiny_batch,
+    tiny_pipeline,
+    train_tiny,
+)
+
+import zerobubble as zb
+from zerobubble.errors import PipelineError
+from zerobubble.runtime import launch
+
+LIMIT = 120
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_schedule_gives_the_gradients_of_a_single_process_bit_for_bit(num_ranks):
+    pipeline = tiny_pipeline(zb.gpipe(1, 4))
+    expected_loss = pipeline.step(*tiny_batch()).item()
+    expected = {name: p.grad for name, p in pipeline.named_parameters()}
+    names = list(zb.GENERATORS)
+    by_rank = launch(gradients_after_one_step, num_ranks, names, num_ranks, 4, time_limit=LIMIT)
+    for name in names:
+        assert [found[name][0] for found in by_rank] == [expected_loss] * num_ranks
+        gradients = {key: value for found in by_rank for key, value in found[name][1].items()}
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[key], expected[key]) for key in expected), name
+
+
+def test_losses_of_a_run_are_those_of_the_in_process_pipeline():
+    expected = train_tiny(tiny_pipeline(zb.one_f_one_b(1, 8)), steps=4)
+    for losses in launch(losses_on_processes, 2, "zb_v", 2, 8, 4, time_limit=LIMIT):
+        assert losses == expected
+
+
+def test_dynamic_shapes_let_the_sequence_length_change():
+    in_process = tiny_pipeline(zb.zb_h1(2, 2))
+    expected = [in_process.step(*tiny_batch(length=length)).item() for length in (12, 12, 7, 12)]
+    assert launch(changing_shapes, 2, True, time_limit=LIMIT) == [expected, expected]
+
+
+def test_without_dynamic_shapes_a_changed_shape_is_an_error_that_names_it():
+    with pytest.raises(PipelineError, match=r"0F0 .*\[4, 12, 16\] to .*\[4, 7, 16\].*dynamic_shapes=True"):
+        launch(changing_shapes, 2, False, time_limit=LIMIT)
+
+
+def raise_error():
+    raise ValueError("bad luck")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall():
+    time.sleep(60)
+
+
+def news_of(rank, wrong, timeout=60.0):
+    news = {}
+    with pytest.raises(PipelineError) as caught:
+        launch(faulty_pipeline, 2, rank, wrong, timeout, on_news=lambda item: news.update([item]), time_limit=LIMIT)
+    return news, str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_stops_all_with_its_reason(rank):
+    error = news_of(rank, raise_error)[1]
+    assert f"rank {rank} failed" in error
+    assert "ValueError: bad luck" in error
+
+
+def test_a_rank_that_is_killed_is_named():
+    assert "rank 1" in news_of(1, die)[1]
+
+
+def test_a_rank_that_stalls_is_named_with_op_peer_and_what_it_finished_last():
+    begin = time.monotonic()
+    news, _ = news_of(1, stall, timeout=8.0)
+    assert time.monotonic() - begin < 55  # it would stall for 60 s
+    assert "rank 0 waited for 1B1 from rank 1 to run 0B1: not there after 8 s" in news[0]
+    assert "Rank 1 last finished 1B0 of step 1" in news[0]
+
+
+def test_an_interrupt_ends_all_ranks_at_once():
+    code = (
+        "import time, zerobubble.runtime as r\n"
+        "import test_distributed as t\n"
+        "if __name__ == '__main__':\n"
+        "    r.launch(t.sleep_long, 2, on_news=lambda pid: print(pid, flush=True))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    script = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
+        start_new_session=True,
+    )  # fmt: skip
+    assert script.stdout is not None
+    pids = [int(script.stdout.readline()) for _ in range(2)]
+    script.send_signal(signal.SIGINT)
+    assert script.wait(timeout=20) != 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def sleep_long(report):
+    report(os.getpid())
+    time.sleep(60)
