@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from zerobubble.op import Op
 
 _HEADER_BYTES = 512
+_NEVER = timedelta(days=365)
+"""Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
 
 
 @dataclass
@@ -125,15 +128,15 @@ class ProcessGroupTransport:
         return work
 
     def _wait(self, work: dist.Work, message: Message) -> None:
+        begin = monotonic()
         try:
             work.wait() if self._device.type == "cuda" else work.wait(timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise self._peer_error(message, error) from None
+        except RuntimeError:
+            raise self._peer_error(message, monotonic() - begin) from None
 
-    def _peer_error(self, message: Message, error: RuntimeError) -> PeerError:
+    def _peer_error(self, message: Message, waited: float) -> PeerError:
         peer = message.source
-        timed_out = "timed out" in str(error).lower()
-        trouble = f"not there after {self._timeout:g} s" if timed_out else "the connection was closed"
+        trouble = "the connection was closed" if waited < self._timeout else f"not there after {self._timeout:g} s"
         consumer = message.producer._replace(stage=message.consumer_stage)
         failure = self.status.failure()
         return PeerError(
@@ -193,8 +196,19 @@ class _Reaper:
         while True:
             work, tensor = self._queue.get()
             with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
-                work.wait()
+                _finish(work, tensor)
             del work, tensor
+
+
+def _finish(work: dist.Work, tensor: Tensor) -> None:
+    """Block this thread until `tensor` is sent; on CUDA without holding up the stream that computes."""
+    if tensor.device.type != "cuda":
+        work.wait(_NEVER)
+        return
+    stream = torch.cuda.Stream(tensor.device)
+    with torch.cuda.stream(stream):
+        work.wait()
+    stream.synchronize()
 
 
 def _link_groups(
