@@ -54,7 +54,7 @@ CASES = {
     "recurrent": (lambda: Function(lambda m, x: m.lstm(x)[0]), (2, 5, 4), 0.0),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4), 0.0),
     "used twice": (lambda: Function(lambda m, x: F.linear(F.linear(x, m.a), m.a), (4, 4)), (2, 4), 1.0),
-    "used by linear and otherwise": (lambda: Function(lambda m, x: F.linear(x, m.a) * m.a.sum(), (4, 4)), (2, 4), 0.0),
+    "used by linear and otherwise": (lambda: Function(lambda m, x: F.linear(x, m.a) * m.a.sum(), (4, 4)), (2, 4), 1.0),
     "no parameter": (lambda: nn.GELU(), (2, 4), 0.0),
     "unused parameter": (lambda: Function(lambda m, x: x + 1, (3,)), (2, 4), 0.0),
     "frozen weight": (lambda: freeze(nn.Linear(4, 3), "weight"), (2, 4), 0.0),

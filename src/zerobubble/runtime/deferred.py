@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from zerobubble.runtime.inlet import anchor
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -49,21 +51,11 @@ def apply(
         values = [None if p is None else p.detach().to(dtype) for p in parameters]
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         store.recomputes = True
-    anchor = None if x.requires_grad else _anchor(x.device)
+    store.announce(parameters)
     output: Tensor = _Deferred.apply(  # type: ignore[no-untyped-call]
-        x, anchor, rule, store, (*parameters,), (*values,), options
+        x, None if x.requires_grad else anchor(x.device), rule, store, (*parameters,), (*values,), options
     )
     return output
-
-
-_anchors: dict[torch.device, Tensor] = {}
-
-
-def _anchor(device: torch.device) -> Tensor:
-    """A tensor that makes an output require grad where the input does not: without it no backward would run."""
-    if device not in _anchors:
-        _anchors[device] = torch.empty(0, device=device, requires_grad=True)
-    return _anchors[device]
 
 
 class _Deferred(torch.autograd.Function):
@@ -73,7 +65,7 @@ class _Deferred(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        anchor: Tensor | None,
+        _anchor: Tensor | None,
         rule: Rule,
         store: WeightStore,
         parameters: tuple[Tensor | None, ...],
@@ -167,6 +159,53 @@ def _matmul_input(grad: Tensor, _x: Tensor, parameters: Sequence[Tensor | None],
 
 
 MATMUL = Rule(_matmul_forward, _matmul_input, (_matmul_weight, _add_row_sum), (True, False))
+
+
+# product of batches of matrices: x and weight of any number of dimensions from 2 on, broadcast against each other
+def _product_forward(x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    weight = parameters[0]
+    assert weight is not None
+    return weight @ x if options[0] else x @ weight
+
+
+def _product_input(grad: Tensor, x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    weight = parameters[0]
+    assert weight is not None
+    return (weight.mT @ grad if options[0] else grad @ weight.mT).sum_to_size(x.shape)
+
+
+def _product_weight(
+    accumulator: Tensor | None, x: Tensor | None, grad: Tensor, shape: torch.Size, options: Options
+) -> Tensor:
+    assert x is not None
+    return _added(accumulator, (grad @ x.mT if options[0] else x.mT @ grad).sum_to_size(shape))
+
+
+PRODUCT = Rule(_product_forward, _product_input, (_product_weight,), (True,))
+"""Options: whether the weight stands on the left."""
+
+
+# einsum of an input and a weight; options: the subscripts of input, weight and output, and which of the two comes first
+def _einsum_forward(x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    of_x, of_weight, of_output, weight_first = options
+    operands = ((of_weight, parameters[0]), (of_x, x)) if weight_first else ((of_x, x), (of_weight, parameters[0]))
+    (first, a), (second, b) = operands
+    return torch.einsum(f"{first},{second}->{of_output}", a, b)
+
+
+def _einsum_input(grad: Tensor, _x: Tensor, parameters: Sequence[Tensor | None], options: Options) -> Tensor:
+    of_x, of_weight, of_output, _ = options
+    return torch.einsum(f"{of_output},{of_weight}->{of_x}", grad, parameters[0])
+
+
+def _einsum_weight(
+    accumulator: Tensor | None, x: Tensor | None, grad: Tensor, _shape: torch.Size, options: Options
+) -> Tensor:
+    of_x, of_weight, of_output, _ = options
+    return _added(accumulator, torch.einsum(f"{of_output},{of_x}->{of_weight}", grad, x))
+
+
+EINSUM = Rule(_einsum_forward, _einsum_input, (_einsum_weight,), (True,))
 
 
 # embedding: x [...] of indices, weight [rows, width] -> [..., width]; options (padding_idx, scale_grad_by_freq)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zerobubble.runtime.inlet import Inlet
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -67,17 +69,20 @@ def pack_gradients(gradients: Iterable[Tensor]) -> Parcel:
     return Parcel(tuple(form_of(t) for t in tensors), tensors)
 
 
-def unpack(parcel: Parcel) -> tuple[Any, list[Tensor]]:
-    """Put a value together again. Returns it, and those of its tensors that require grad, as fresh leaves."""
-    tensors = [
-        t.detach().requires_grad_() if form.requires_grad else t for form, t in zip(parcel.forms(), parcel.tensors)
-    ]
-    wanted = [t for t in tensors if t.requires_grad]
+def unpack(parcel: Parcel) -> tuple[Any, list[Inlet]]:
+    """Put a value together again. Returns it, and an inlet for each of its tensors that requires grad."""
+    inlets: list[Inlet] = []
+    tensors = []
+    for form, tensor in zip(parcel.forms(), parcel.tensors):
+        if form.requires_grad and torch.is_grad_enabled():
+            inlets.append(Inlet())
+            tensor = inlets[-1].open(tensor)
+        tensors.append(tensor)
     if isinstance(parcel.skeleton, TensorForm):
-        return tensors[0], wanted
+        return tensors[0], inlets
     leaves, spec = pytree.tree_flatten(parcel.skeleton, is_leaf=_is_form)
     rest = iter(tensors)
-    return pytree.tree_unflatten([next(rest) if _is_form(leaf) else leaf for leaf in leaves], spec), wanted
+    return pytree.tree_unflatten([next(rest) if _is_form(leaf) else leaf for leaf in leaves], spec), inlets
 
 
 def _is_form(leaf: object) -> bool:

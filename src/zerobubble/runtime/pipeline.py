@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,17 @@ from zerobubble.runtime.batch import split
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.profile import MemoryTrace
 from zerobubble.runtime.randomness import own_randomness, seed_for
+from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
 from zerobubble.schedule import Schedule
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from zerobubble.runtime.late import LateValue
+    from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
     from zerobubble.runtime.world import World
 
@@ -85,8 +88,12 @@ class Pipeline:
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device(group)
         self._world = _world(schedule.num_ranks, self._device, timeout, group)
+        if dist.is_initialized():
+            _refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
+        for stage in self._stages.values():
+            stage.share(_used_by_several(self._stages.values()))
         self._transports = {rank: self._world.transport(rank, dynamic_shapes) for rank in self._world.ranks}
         self._executors = self._make_executors(programs)
         self._keywords = frozenset().union(*self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
@@ -179,6 +186,8 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.clear()
             raise
+        for stage in self._stages.values():
+            stage.add_shared_gradients()
 
     def _loss(self, batch: Batch) -> LateValue:
         return self._world.from_rank(self.schedule.placement.ranks[-1], batch.total_loss() if batch.losses else None)
@@ -234,6 +243,18 @@ class Pipeline:
         recorded = list(self._recorded)[-last:]
         gathered = self._world.gather({rank: [step[rank] for step in recorded] for rank in self._world.ranks})
         return [self._timeline(rows) for rows in zip(*gathered, strict=True)]
+
+    def split_report(self) -> SplitReport:
+        """Which parameters' gradients wait for W, per stage, and why others do not. Collective; after a training step.
+
+        Raises:
+            PipelineError: no training step was taken yet.
+        """
+        own: dict[int, list[ParameterSplit]] = {rank: [] for rank in self._world.ranks}
+        for index, stage in self._stages.items():
+            own[self.schedule.placement.ranks[index]] += stage.split_report()
+        lines = sorted(chain.from_iterable(self._world.gather(own)), key=lambda line: line.stage)
+        return SplitReport(tuple(lines))
 
     def measure_memory(self, inputs: Any = None, targets: Any = None, **keywords: Any) -> MemoryTrace:
         """Measure the bytes of activations that every rank holds after each op of one step. Collective; slow.
@@ -309,6 +330,30 @@ def _stage_bounds(num_layers: int, schedule: Schedule, partition: Sequence[int] 
         )
     ends = [sum(partition[: stage + 1]) for stage in range(stages)]
     return [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
+
+
+def _used_by_several(stages: Iterable[Stage]) -> set[nn.Parameter]:
+    """The parameters that more than one of `stages` uses."""
+    uses = Counter(chain.from_iterable(stage.parameters() for stage in stages))
+    return {parameter for parameter, count in uses.items() if count > 1}
+
+
+def _refuse_ties_between_ranks(
+    layers: Sequence[nn.Module | Callable[[], nn.Module]], bounds: Sequence[range], schedule: Schedule
+) -> None:
+    """Every process holds parameters of its own: one that layers of two ranks share would drift apart, unnoticed."""
+    rank_of: dict[nn.Parameter, tuple[int, int]] = {}
+    for numbers, rank in zip(bounds, schedule.placement.ranks, strict=True):
+        for number in numbers:
+            layer = layers[number]
+            for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+                other, where = rank_of.setdefault(parameter, (number, rank))
+                if where != rank:
+                    raise OptionError(
+                        f"layers {other} and {number} share a parameter but lie on ranks {where} and {rank}; a tied "
+                        "weight must lie on one rank: choose a V placement (such as zb_v), where the first and the "
+                        "last stage share rank 0, or a partition that keeps the two layers together"
+                    )
 
 
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -205,7 +205,7 @@ def _finish(work: dist.Work, tensor: Tensor) -> None:
     if tensor.device.type != "cuda":
         work.wait(_NEVER)
         return
-    stream = torch.cuda.Stream(tensor.device)
+    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         work.wait()
     stream.synchronize()

@@ -18,7 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zerobubble.runtime.deferred import CONVOLUTION, EMBEDDING, LINEAR, MATMUL, apply
+from zerobubble.errors import PipelineError
+from zerobubble.runtime.deferred import CONVOLUTION, EINSUM, EMBEDDING, LINEAR, MATMUL, PRODUCT, apply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,14 +29,20 @@ if TYPE_CHECKING:
     from zerobubble.runtime.weight_store import WeightStore
 
     Handler = Callable[..., Any]
+    Uses = dict[Tensor, dict[str, None]]
+    """Parameter -> names of functions, in order."""
 
 
 class SplitBackward(TorchFunctionMode):
-    """Context: forwards that run inside leave their weight gradients for W in `store`."""
+    """Context: forwards that run inside leave their weight gradients for W in `store`.
 
-    def __init__(self, store: WeightStore) -> None:
+    With `uses`, it also writes down which functions took which parameter without leaving its gradient for W.
+    """
+
+    def __init__(self, store: WeightStore, uses: Uses | None = None) -> None:
         super().__init__()
         self.store = store
+        self._uses = uses
         self._open: FunctionType | None = None
 
     def __torch_function__(
@@ -51,7 +58,18 @@ class SplitBackward(TorchFunctionMode):
                     return output
         elif isinstance(func, FunctionType) and self._can_open(func, args, kwargs):
             return self._inside(func, args, kwargs)
+        if self._uses is not None:
+            self._note_use(func, (*args, *kwargs.values()))
         return func(*args, **kwargs)
+
+    def _note_use(self, func: Any, arguments: Sequence[Any]) -> None:
+        """Write down that `func` takes trained parameters and leaves nothing of their gradient for W."""
+        assert self._uses is not None
+        name = getattr(func, "__name__", str(func))
+        for value in arguments:
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if _trains(item) and name not in _LOOKS:
+                    self._uses.setdefault(item, {})[name] = None
 
     def _can_open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether calls inside a Python function may take a parameter that trains."""
@@ -73,12 +91,18 @@ def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], store
 
     A checkpointed block runs its forward again in here, and must then record the same graph: under the same mode.
     """
-    if store.recomputes:
-        with SplitBackward(store):
-            _opened(torch.autograd.backward)(outputs, gradients)
-    else:
-        torch.autograd.backward(outputs, gradients)
+    with store.collecting():
+        if store.recomputes:
+            with SplitBackward(store):
+                _opened(torch.autograd.backward)(outputs, gradients)
+        else:
+            torch.autograd.backward(outputs, gradients)
 
+
+_LOOKS = frozenset(
+    {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "stride", "data_ptr", "__len__"}
+)
+"""Calls that only look at a parameter."""
 
 _FUSED: frozenset[Any] = frozenset({F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm})
 """Python functions that make one native call with their parameters: nothing inside them can be deferred."""
@@ -121,9 +145,35 @@ def _leaf(bias: Tensor | None) -> bool:
 
 
 def _matmul(store: WeightStore, input: Tensor, other: Tensor) -> Any:
-    if not _trains(other) or other.dim() != 2 or input.dim() < 2 or _trains(input):
+    if _trains(input) == _trains(other) or min(input.dim(), other.dim()) < 2:
         return NotImplemented
-    return apply(MATMUL, store, input, (other, None))
+    if _trains(input):
+        return apply(PRODUCT, store, other, (input,), (True,))
+    if other.dim() == 2:
+        return apply(MATMUL, store, input, (other, None))
+    return apply(PRODUCT, store, input, (other,), (False,))
+
+
+def _einsum(store: WeightStore, equation: Any, *operands: Any) -> Any:
+    if not isinstance(equation, str) or len(operands) != 2 or _trains(operands[0]) == _trains(operands[1]):
+        return NotImplemented
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    subscripts = inputs.split(",")
+    weight_first = _trains(operands[0])
+    of_weight, of_x = subscripts if weight_first else subscripts[::-1]
+    weight, x = operands if weight_first else operands[::-1]
+    if not arrow or "." in equation or not _linear_in_each(of_x, of_weight, output):
+        return NotImplemented
+    return apply(EINSUM, store, x, (weight,), (of_x, of_weight, output, weight_first))
+
+
+def _linear_in_each(*subscripts: str) -> bool:
+    """Whether no index is repeated within a term or stands in one term alone: then gradients are einsums themselves."""
+    terms = [set(term) for term in subscripts]
+    others = [set().union(*(t for t in terms if t is not term)) for term in terms]
+    return all(len(set(term)) == len(term) for term in subscripts) and all(
+        term <= rest for term, rest in zip(terms, others)
+    )
 
 
 def _addmm(
@@ -144,8 +194,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if not _trains(weight) or max_norm is not None or sparse:
+    if not _trains(weight) or max_norm is not None:
         return NotImplemented
+    if sparse:
+        raise PipelineError(
+            f"an embedding of {list(weight.shape)} asks for sparse gradients, which cannot be accumulated over "
+            "microbatches in place; make it with sparse=False"
+        )
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return apply(EMBEDDING, store, input, (weight,), (padding, scale_grad_by_freq))
 
@@ -199,7 +254,9 @@ _HANDLERS: dict[Any, Handler] = {
     F.embedding: _embedding,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    torch.einsum: _einsum,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm, torch.bmm, Tensor.bmm), _matmul),
     F.conv1d: _convolution(1),
     F.conv2d: _convolution(2),
     F.conv3d: _convolution(3),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,10 +15,14 @@ from zerobubble.errors import PipelineError
 from zerobubble.runtime.parcel import Parcel, pack, pack_gradients, unpack
 from zerobubble.runtime.randomness import own_randomness, seed_for
 from zerobubble.runtime.split import SplitBackward, backward
+from zerobubble.runtime.split_report import ParameterSplit, describe
 from zerobubble.runtime.weight_store import WeightStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from zerobubble.runtime.inlet import Inlet
+    from zerobubble.runtime.split import Uses
 
     LossFunction = Callable[[Any, Any], Tensor]
 
@@ -52,7 +56,7 @@ class Batch:
 class _Saved(NamedTuple):
     """What F keeps for B."""
 
-    inputs: list[Tensor]
+    inlets: list[Inlet]
     outputs: list[GradientEdge]
     gradients: list[Tensor] | None  # given for the loss; other outputs get theirs from the next stage
     store: WeightStore
@@ -85,46 +89,99 @@ class Stage:
         self._loss_fn = loss_fn
         self._saved: dict[int, _Saved] = {}
         self._stores: dict[int, WeightStore] = {}
+        self._shared: dict[nn.Parameter, Tensor | None] = {}
+        self._split: list[ParameterSplit] | None = None
+
+    def share(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep the gradients of these parameters, which other stages use too, apart until `add_shared_gradients`.
+
+        So they are summed stage by stage, whatever the order in which a schedule runs the stages.
+        """
+        own = set(self.parameters())
+        self._shared = dict.fromkeys((p for p in parameters if p in own), None)
+
+    def add_shared_gradients(self) -> None:
+        """At the end of a step: add what this stage found for the parameters that it shares to their `.grad`."""
+        for parameter, gradient in self._shared.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                self._shared[parameter] = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the layers, each once."""
+        seen = {p: None for _, layer, _ in self._layers for p in layer.parameters()}
+        return iter(seen)
+
+    def split_report(self) -> list[ParameterSplit]:
+        """What the split does with each parameter, as the first training forward showed.
+
+        Raises:
+            PipelineError: there was none yet.
+        """
+        if self._split is None:
+            raise PipelineError("there is no split to report on yet: take a training step first")
+        return self._split
 
     def forward(self, batch: Batch, microbatch: int, parcel: Parcel | None) -> Parcel | None:
         """F: run the layers. Returns the parcel for the next stage, None on the last one.
 
         `parcel` is what the previous stage sent; the first stage takes its input from `batch`.
         """
-        value, inputs = unpack(parcel) if parcel else (batch.inputs[microbatch], [])
+        value, inlets = unpack(parcel) if parcel else (batch.inputs[microbatch], [])
         del parcel
         store = WeightStore()
         gradients = None
-        with SplitBackward(store) if torch.is_grad_enabled() else nullcontext():
+        uses: Uses | None = {} if self._split is None else None
+        with SplitBackward(store, uses) if torch.is_grad_enabled() else nullcontext():
             value = self._run_layers(value, batch, microbatch)
             if self._loss_fn is not None:
                 value = self._loss(value, batch, microbatch)
+        if uses is not None and torch.is_grad_enabled():
+            self._split = describe(self.index, self._named_parameters(), store.deferred, uses)
         sent, outputs = pack(value)
         if self._loss_fn is not None:
             gradients = [torch.full_like(value, batch.weights[microbatch])]
         if torch.is_grad_enabled():
             edges = [get_gradient_edge(output) for output in outputs]
-            self._saved[microbatch] = _Saved(inputs, edges, gradients, store)
+            self._saved[microbatch] = _Saved(inlets, edges, gradients, store)
         return sent if self._loss_fn is None else None
 
     def backward_input(self, microbatch: int, parcel: Parcel | None) -> Parcel:
         """B: the gradients of the stage's inputs, given those of its outputs; leaves the weights' for W."""
-        inputs, edges, gradients, store = self._saved.pop(microbatch)
+        inlets, edges, gradients, store = self._saved.pop(microbatch)
         if gradients is None:
             gradients = list(parcel.tensors) if parcel else []
         if edges:
-            backward(edges, gradients, store)
+            with self._own_gradients():
+                backward(edges, gradients, store)
         self._stores[microbatch] = store
-        return pack_gradients(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        return pack_gradients(inlet.take() for inlet in inlets)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add the gradients of the weights to `.grad`. Legal with nothing left to add."""
-        self._stores.pop(microbatch).run()
+        with self._own_gradients():
+            self._stores.pop(microbatch).run()
+
+    @contextmanager
+    def _own_gradients(self) -> Iterator[None]:
+        """Context: `.grad` of the shared parameters is what this stage has found for them in this step."""
+        others = {parameter: parameter.grad for parameter in self._shared}
+        for parameter, own in self._shared.items():
+            parameter.grad = own
+        yield
+        for parameter, grad in others.items():
+            self._shared[parameter], parameter.grad = parameter.grad, grad
 
     def clear(self) -> None:
         """Forget everything that a broken-off step left behind."""
         self._saved.clear()
         self._stores.clear()
+        self._shared = dict.fromkeys(self._shared, None)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for number, layer, _ in self._layers:
+            for name, parameter in layer.named_parameters():
+                yield f"{number}.{name}", parameter
 
     def _run_layers(self, value: Any, batch: Batch, microbatch: int) -> Any:
         keywords = batch.keywords[microbatch]

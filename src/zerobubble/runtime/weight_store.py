@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
-    Contribution = Callable[..., torch.Tensor]
+    Contribution = Callable[..., Tensor]
     """Called as (accumulator or None, *operands): adds a gradient in place, or returns the first one."""
 
 
@@ -21,26 +23,93 @@ class WeightStore:
             the backward must run under the same function mode to recompute the same graph.
     """
 
-    __slots__ = ("_entries", "recomputes")
+    __slots__ = ("_deferred", "_entries", "recomputes")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[torch.Tensor, Contribution, tuple[Any, ...]]] = []
+        self._entries: list[tuple[Tensor, Contribution, tuple[Any, ...]]] = []
+        self._deferred: dict[Tensor, None] = {}
         self.recomputes = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, parameter: torch.Tensor, contribution: Contribution, *operands: Any) -> None:
-        """Leave a gradient of `parameter` to be computed at W from `operands`."""
+    @property
+    def deferred(self) -> frozenset[Tensor]:
+        """The parameters of which F announced a use whose gradient waits for W."""
+        return frozenset(self._deferred)
+
+    def announce(self, parameters: Iterable[Tensor | None]) -> None:
+        """F: the gradients of these parameters (where they need one) will wait for W."""
+        for parameter in parameters:
+            if parameter is not None and parameter.requires_grad:
+                self._deferred[parameter] = None
+
+    def add(self, parameter: Tensor, contribution: Contribution, *operands: Any) -> None:
+        """B: leave a gradient of `parameter` to be computed at W from `operands`."""
         self._entries.append((parameter, contribution, operands))
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Context for B: what autograd itself adds to a parameter with deferred uses waits for W with them.
+
+        So a parameter gets its whole gradient of a microbatch at once, in the order of W, and its hooks see just that.
+        """
+        aside = [(parameter, parameter.grad, _silence(parameter)) for parameter in self._deferred]
+        for parameter, _, _ in aside:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, before, hooks in aside:
+                if parameter.grad is not None:
+                    self.add(parameter, _add, parameter.grad)
+                parameter.grad = before
+                for place, functions in hooks:
+                    place.update(functions)
 
     @torch.no_grad()
     def run(self) -> None:
-        """W: compute every gradient that was left, in the order in which B left them, add it to `.grad`, let go."""
-        for parameter, contribution, operands in self._entries:
-            parameter.grad = contribution(parameter.grad, *operands).to(parameter.dtype)
-        self._entries.clear()
+        """W: compute every gradient that was left, in the order in which B left them, add it to `.grad`, let go.
 
-    def tensors(self) -> list[torch.Tensor]:
+        The hooks of a parameter run once, on its whole gradient of the microbatch, as under plain autograd.
+        """
+        hooked: dict[Tensor, Tensor | None] = {}
+        for parameter, contribution, operands in self._entries:
+            if _hooks(parameter):
+                hooked[parameter] = contribution(hooked.get(parameter), *operands)
+            else:
+                parameter.grad = contribution(parameter.grad, *operands).to(parameter.dtype)
+        self._entries.clear()
+        for parameter, gradient in hooked.items():
+            assert gradient is not None
+            _add_through_hooks(parameter, gradient.to(parameter.dtype))
+
+    def tensors(self) -> list[Tensor]:
         """What the store keeps alive (for measuring M_W)."""
-        return [value for *_, operands in self._entries for value in operands if isinstance(value, torch.Tensor)]
+        return [value for *_, operands in self._entries for value in operands if isinstance(value, Tensor)]
+
+
+def _add(accumulator: Tensor | None, gradient: Tensor) -> Tensor:
+    return gradient if accumulator is None else accumulator.add_(gradient)
+
+
+def _hooks(parameter: Tensor) -> list[dict[int, Callable[[Tensor], Any]]]:
+    """The hooks on a parameter: on its gradient, and after its accumulation."""
+    return [hooks for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if hooks]
+
+
+def _silence(parameter: Tensor) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Take the hooks off a parameter. Returns where to put them back."""
+    found = [(place, dict(place)) for place in _hooks(parameter)]
+    for place, _ in found:
+        place.clear()
+    return found
+
+
+def _add_through_hooks(parameter: Tensor, gradient: Tensor) -> None:
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
