@@ -80,9 +80,10 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *values = ctx.saved_tensors
         rule: Rule = ctx.rule
+        bare = x.detach()  # W must not keep the graph alive that made the input
         for parameter, contribution, needs_input in zip(ctx.parameters, rule.contributions, rule.needs_input):
             if parameter is not None and parameter.requires_grad:
-                kept = x if needs_input else None
+                kept = bare if needs_input else None
                 ctx.store.add(parameter, contribution, kept, grad, parameter.shape, ctx.options)
         grad_x = None
         if rule.input_gradient is not None and ctx.needs_input_grad[0]:
