@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 import torch.distributed as dist
+from strategies import random_schedule
 
 import zerobubble as zb
 from zerobubble.models import GPTConfig, gpt_layers, gpt_partition, next_token_loss
 from zerobubble.runtime import Pipeline
+from zerobubble.schedule import Placement
 
 torch.set_num_threads(1)  # as in the processes: some kernels add up in another order with more threads
 
@@ -84,3 +88,19 @@ def faulty_pipeline(report, rank, wrong, timeout):
     except zb.ZeroBubbleError as error:
         report((dist.get_rank(), str(error)))
         raise
+
+
+def small_gradients(schedule, num_layers):
+    """Gradients, by name, of this process's part of a small model of `num_layers` layers after a step."""
+
+    def layer():
+        return torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
+
+    partition = None if schedule.num_stages == num_layers else [num_layers]
+    pipeline = Pipeline([layer] * num_layers, lambda y, _: (y**2).mean(), schedule, partition=partition, timeout=60)
+    pipeline.step(torch.randn(2 * schedule.num_microbatches, 4, generator=torch.Generator().manual_seed(0)))
+    return {name: p.grad for name, p in pipeline.named_parameters()}
+
+
+def run_random_schedules(report, seeds):
+    return [small_gradients(random_schedule(Placement.v(2), 3, Random(seed)), 4) for seed in seeds]

@@ -96,7 +96,7 @@ def test_a_rank_that_stalls_is_named_with_op_peer_and_what_it_finished_last():
     news, _ = news_of(1, stall, timeout=8.0)
     assert time.monotonic() - begin < 55  # it would stall for 60 s
     assert "rank 0 waited for 1B1 from rank 1 to run 0B1: not there after 8 s" in news[0]
-    assert "Rank 1 last finished 1B0 of step 1" in news[0]
+    assert "The last that rank 1 told is that it finished 1B0 of step 1" in news[0]
 
 
 def test_an_interrupt_ends_all_ranks_at_once():

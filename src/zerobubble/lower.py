@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from zerobubble.costs import Costs
 from zerobubble.dependencies import needs, result
+from zerobubble.op import Kind
 from zerobubble.simulate import op_times
 from zerobubble.validate import validate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from zerobubble.op import Op
-    from zerobubble.schedule import Schedule
+    from zerobubble.schedule import Placement, Schedule
 
 _LEAD = 1
 
@@ -74,50 +78,61 @@ class Program:
     rank: int
     instructions: tuple[Instruction, ...]
 
+    @property
+    def links(self) -> frozenset[tuple[int, int]]:
+        """(source, target) of the links that this rank sends on."""
+        messages = (i.message for i in self.instructions if isinstance(i, Send))
+        return frozenset((message.source, message.target) for message in messages)
+
     def __str__(self) -> str:
-        return "\n".join(f"{type(i).__name__.lower():8}{i.op if isinstance(i, Run) else i.message}" for i in self.instructions)
+        return "\n".join(
+            f"{type(i).__name__.lower():8}{i.op if isinstance(i, Run) else i.message}" for i in self.instructions
+        )
 
 
-def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """One program per rank. The schedule may hold forwards only (evaluation); otherwise it must be complete.
+def lower(schedule: Schedule, forward_only: bool = False) -> tuple[Program, ...]:
+    """One program per rank; with `forward_only` its forwards alone, for evaluation.
 
     Raises:
         ScheduleError: the schedule is invalid.
     """
-    if any(op.kind != "F" for op in schedule.ops()):
-        validate(schedule)
-    receives = _receives(schedule)
-    sends = _sends(schedule)
-    return tuple(Program(rank, _instructions(schedule, rank, receives[rank], sends)) for rank in range(schedule.num_ranks))
-
-
-def _awaits(op: Op, schedule: Schedule) -> tuple[Message, ...]:
-    """The messages that bring what `op` needs from other ranks."""
-    ranks = schedule.placement.ranks
-    target = ranks[op.stage]
+    validate(schedule)
+    if forward_only:
+        schedule = schedule.only({Kind.F})
+    awaits = [[_awaits(op, schedule.placement) for op in order] for order in schedule.orders]
+    receives = _receives(schedule, awaits)
+    sends: dict[Op, list[Message]] = {}
+    for message in chain.from_iterable(chain.from_iterable(awaits)):
+        sends.setdefault(message.producer, []).append(message)
     return tuple(
-        Message(need, op.stage, ranks[need.stage], target)
-        for need in needs(op, schedule.num_stages)
-        if ranks[need.stage] != target
+        Program(rank, tuple(_instructions(order, awaits[rank], receives[rank], sends)))
+        for rank, order in enumerate(schedule.orders)
     )
 
 
-def _sends(schedule: Schedule) -> dict[Op, list[Message]]:
-    """Producer -> the messages to send when it ends."""
-    sends: dict[Op, list[Message]] = {}
-    for op in schedule.ops():
-        for message in _awaits(op, schedule):
-            sends.setdefault(message.producer, []).append(message)
-    return sends
+Awaits: TypeAlias = "Sequence[tuple[Message, ...]]"
+"""Per position in a rank's order, the messages that bring what the op there needs from other ranks."""
 
 
-def _receives(schedule: Schedule) -> list[dict[int, list[Message]]]:
+def _awaits(op: Op, placement: Placement) -> tuple[Message, ...]:
+    ranks = placement.ranks
+    target = ranks[op.stage]
+    return tuple(
+        [
+            Message(need, op.stage, ranks[need.stage], target)
+            for need in needs(op, placement.num_stages)
+            if ranks[need.stage] != target
+        ]
+    )
+
+
+def _receives(schedule: Schedule, awaits: Sequence[Awaits]) -> list[dict[int, list[Message]]]:
     """Per rank, position in its order -> the receives to post just before that op."""
     starts, _ = op_times(schedule, Costs().resolve(schedule.placement))
     started = {result(op): starts[rank][i] for rank, order in enumerate(schedule.orders) for i, op in enumerate(order)}
     receives: list[dict[int, list[Message]]] = []
-    for rank, order in enumerate(schedule.orders):
-        messages = sorted((m for op in order for m in _awaits(op, schedule)), key=lambda m: started[m.producer])
+    for rank, awaited in enumerate(awaits):
+        messages = sorted(chain.from_iterable(awaited), key=lambda message: started[message.producer])
         posts: dict[int, list[Message]] = {}
         for message in messages:
             position = bisect_left(starts[rank], started[message.producer]) - _LEAD
@@ -127,11 +142,9 @@ def _receives(schedule: Schedule) -> list[dict[int, list[Message]]]:
 
 
 def _instructions(
-    schedule: Schedule, rank: int, receives: dict[int, list[Message]], sends: dict[Op, list[Message]]
-) -> tuple[Instruction, ...]:
-    instructions: list[Instruction] = []
-    for position, op in enumerate(schedule.orders[rank]):
-        instructions += map(Receive, receives.get(position, ()))
-        instructions.append(Run(op, _awaits(op, schedule)))
-        instructions += map(Send, sends.get(result(op), ()))
-    return tuple(instructions)
+    order: Sequence[Op], awaits: Awaits, receives: dict[int, list[Message]], sends: dict[Op, list[Message]]
+) -> Iterator[Instruction]:
+    for position, op in enumerate(order):
+        yield from map(Receive, receives.get(position, ()))
+        yield Run(op, awaits[position])
+        yield from map(Send, sends.get(result(op), ()))

@@ -31,6 +31,7 @@ class Rule:
         input_gradient: (output gradient, input, parameters, options) -> input gradient; None when there is none.
         contributions: per parameter, (accumulator or None, input, output gradient, parameter's shape, options) ->
             accumulator with this gradient added.
+        autocasts: whether autocast runs this kind in lower precision.
         needs_input: per parameter, whether its gradient needs the input (a bias needs the output gradient alone).
     """
 
@@ -38,6 +39,7 @@ class Rule:
     input_gradient: Callable[[Tensor, Tensor, Sequence[Tensor | None], Options], Tensor] | None
     contributions: tuple[Callable[[Tensor | None, Tensor | None, Tensor, torch.Size, Options], Tensor], ...]
     needs_input: tuple[bool, ...]
+    autocasts: bool = True
 
 
 def apply(
@@ -45,7 +47,7 @@ def apply(
 ) -> Tensor:
     """Run a function under `rule`; its backward leaves the gradients of those `parameters` that need one in `store`."""
     values = parameters
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+    if rule.autocasts and x.dtype in _AUTOCAST and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         values = [None if p is None else p.detach().to(dtype) for p in parameters]
@@ -56,6 +58,10 @@ def apply(
         x, None if x.requires_grad else anchor(x.device), rule, store, (*parameters,), (*values,), options
     )
     return output
+
+
+_AUTOCAST = frozenset({torch.float16, torch.bfloat16, torch.float32})
+"""What autocast casts: neither integers nor doubles."""
 
 
 class _Deferred(torch.autograd.Function):

@@ -72,7 +72,7 @@ def _weight_gradient(
     return grad.new_zeros(shape) if accumulator is None else accumulator
 
 
-_RULE = Rule(_forward, _input_gradient, (_weight_gradient,), (False,))
+_RULE = Rule(_forward, _input_gradient, (_weight_gradient,), (False,), autocasts=False)
 
 
 def _deferred(store: WeightStore, x: Tensor, weight: Tensor, times: Times) -> Tensor:

@@ -7,6 +7,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from zerobubble.dependencies import needs, result
+from zerobubble.errors import PeerError
 from zerobubble.lower import Receive, Run, Send
 from zerobubble.op import Kind, Op
 from zerobubble.runtime.live_memory import LiveMemory
@@ -70,13 +71,21 @@ class Executor:
         self.starts, self.ends = [], []
         self._results.clear()
         transport, results = self._transport, self._results
-        for item in self._plan:
-            if isinstance(item, _Task):
-                self._run_op(item, batch)
-            elif isinstance(item, Receive):
-                transport.post(item.message)
-            else:
-                transport.send(item.message, results.pop(item.message.producer))
+        item = None
+        try:
+            for item in self._plan:
+                if isinstance(item, _Task):
+                    self._run_op(item, batch)
+                elif isinstance(item, Receive):
+                    transport.post(item.message)
+                else:
+                    transport.send(item.message, results.pop(item.message.producer))
+        except BaseException as error:
+            where = f"{item.op} of step {batch.step}" if isinstance(item, _Task) else f"step {batch.step}"
+            if not isinstance(error, PeerError) and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"This happened on rank {self.rank}, in {where}.")
+            transport.failed(error, where)
+            raise
 
     def run_measuring_memory(self, batch: Batch) -> None:
         """As `run`, slower: `live_bytes` then holds the bytes alive after every op, of tensors made since the start."""

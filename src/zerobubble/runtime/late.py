@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import total_ordering
+from typing import TYPE_CHECKING, SupportsFloat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -10,8 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@total_ordering
 class LateValue:
-    """A number that another rank computes, say the loss. `float(value)`, `value.item()` and printing wait for it."""
+    """A number that another rank computes, say the loss.
+
+    `value.item()`, `float(value)`, printing, comparing and adding wait for it; `repr` does not.
+    """
 
     def __init__(self, resolve: Callable[[], Tensor]) -> None:
         self._resolve: Callable[[], Tensor] | None = resolve
@@ -27,6 +32,28 @@ class LateValue:
 
     def __float__(self) -> float:
         return self.item()
+
+    def __str__(self) -> str:
+        return str(self.item())
+
+    def __eq__(self, other: object) -> bool:
+        return self.item() == (other.item() if isinstance(other, LateValue) else other)
+
+    def __lt__(self, other: SupportsFloat) -> bool:
+        return self.item() < float(other)
+
+    def __add__(self, other: SupportsFloat) -> float:
+        return self.item() + float(other)
+
+    __radd__ = __add__
+
+    def __truediv__(self, other: SupportsFloat) -> float:
+        return self.item() / float(other)
+
+    def __round__(self, digits: int = 0) -> float:
+        return round(self.item(), digits)
+
+    __hash__ = object.__hash__
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)

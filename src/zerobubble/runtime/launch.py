@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from zerobubble.errors import PipelineError
+from zerobubble.errors import PeerError, PipelineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,42 +52,52 @@ def launch(
     processes = start_processes(  # type: ignore[no-untyped-call]
         _entry, (function, num_ranks, store.port, timeout, queue, args), num_ranks, join=False, daemon=True
     )
-    results: dict[int, Any] = {}
+    inbox = _Inbox(queue, on_news)
     try:
         end = monotonic() + (time_limit or float("inf"))
         while not processes.join(timeout=_POLL_SECONDS):
-            _drain(queue, results, on_news)
+            inbox.empty()
             if monotonic() > end:
-                raise PipelineError(
-                    f"{function.__name__} was stopped: not done on {num_ranks} ranks after {time_limit:g} s"
-                )
-        _drain(queue, results, on_news)
-    except ProcessRaisedException as error:
-        raise PipelineError(_last_line(str(error), error.error_index)) from None
-    except ProcessExitedException as error:
-        raise PipelineError(f"rank {error.error_index} died: {error}") from None
+                raise PipelineError(f"{function.__name__} was stopped: not done after {time_limit:g} s")
+        inbox.empty()
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        inbox.empty()
+        raise PipelineError(inbox.cause() or f"rank {error.error_index} died: {error}") from None
     finally:
         for process in processes.processes:
             if process.is_alive():
                 process.kill()
             process.join()
-    return [results[rank] for rank in range(num_ranks)]
+    return [inbox.results[rank] for rank in range(num_ranks)]
 
 
-def _drain(queue: Any, results: dict[int, Any], on_news: Callable[[Any], None] | None) -> None:
-    while True:
-        try:
-            kind, rank, data = queue.get_nowait()
-        except Empty:
-            return
-        if kind == "result":
-            results[rank] = pickle.loads(data)
-        elif on_news is not None:
-            on_news(pickle.loads(data))
+class _Inbox:
+    """What the ranks send home: news, results, and why they failed."""
 
+    def __init__(self, queue: Any, on_news: Callable[[Any], None] | None) -> None:
+        self.results: dict[int, Any] = {}
+        self._failures: list[tuple[bool, str]] = []
+        self._queue = queue
+        self._on_news = on_news
 
-def _last_line(traceback: str, rank: int) -> str:
-    return f"rank {rank} failed: {traceback.strip().splitlines()[-1]}"
+    def empty(self) -> None:
+        """Take in all that has come."""
+        while True:
+            try:
+                kind, rank, data = self._queue.get_nowait()
+            except Empty:
+                return
+            value = pickle.loads(data)
+            if kind == "result":
+                self.results[rank] = value
+            elif kind == "failure":
+                self._failures.append(value)
+            elif self._on_news is not None:
+                self._on_news(value)
+
+    def cause(self) -> str | None:
+        """Why the first rank failed that did not fail because of another one."""
+        return min(self._failures, key=lambda failure: failure[0])[1] if self._failures else None
 
 
 def _entry(
@@ -109,8 +119,15 @@ def _entry(
     def put(kind: str, value: Any) -> None:  # whole copies: shared memory would go with this process
         queue.put((kind, rank, pickle.dumps(value)))
 
-    put("result", function(lambda news: put("news", news), *args))
-    queue.close()
-    queue.join_thread()
+    try:
+        put("result", function(lambda news: put("news", news), *args))
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        text = f"rank {rank} failed: {type(error).__name__}: {error} {notes}".rstrip()
+        put("failure", (isinstance(error, PeerError), text))
+        raise
+    finally:
+        queue.close()
+        queue.join_thread()
     dist.barrier()
     dist.destroy_process_group()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from functools import partial
 from itertools import chain
+from math import fsum, isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,6 @@ from torch import nn
 
 from zerobubble.errors import OptionError
 from zerobubble.lower import lower
-from zerobubble.op import Kind
 from zerobubble.runtime.batch import split
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.profile import MemoryTrace
@@ -26,6 +27,7 @@ from zerobubble.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from zerobubble.lower import Program
     from zerobubble.runtime.late import LateValue
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
@@ -83,6 +85,7 @@ class Pipeline:
                 f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}"
             )
         programs = lower(schedule)
+        layers = _checked_layers(layers)
         bounds = _stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
         self.step_count = 0
@@ -91,13 +94,15 @@ class Pipeline:
         if dist.is_initialized():
             _refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
+        self._rank_of_layer = {
+            number: rank for numbers, rank in zip(bounds, schedule.placement.ranks, strict=True) for number in numbers
+        }
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(_used_by_several(self._stages.values()))
-        self._transports = {rank: self._world.transport(rank, dynamic_shapes) for rank in self._world.ranks}
-        self._executors = self._make_executors(programs)
+        self._executors = self._make_executors(programs, dynamic_shapes)
+        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._keywords = frozenset().union(*self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
-        self._evaluators: dict[int, Executor] = {}
         self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
 
     # ------------------------------------------------------------------------------------------------ training
@@ -138,10 +143,6 @@ class Pipeline:
 
         Collective: every rank must call it. Shapes may differ from those of training, and from call to call.
         """
-        if not self._evaluators:
-            forwards = lower(self.schedule.only({Kind.F}))
-            transports = {rank: self._world.transport(rank, dynamic_shapes=True) for rank in self._world.ranks}
-            self._evaluators = self._make_executors(forwards, transports)
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
@@ -156,6 +157,8 @@ class Pipeline:
     def _batch(
         self, step: int, inputs: Any, targets: Any, token_count: float | None, keywords: Mapping[str, Any]
     ) -> Batch:
+        if token_count is not None and not token_count > 0:
+            raise OptionError(f"token_count must be a positive number; got {token_count!r}")
         unknown = sorted(set(keywords) - self._keywords)
         if unknown:
             raise OptionError(f"no layer takes a keyword argument {unknown[0]!r}; layers take {sorted(self._keywords)}")
@@ -165,23 +168,18 @@ class Pipeline:
         input_parts, input_sizes = split(inputs if first else None, count, "inputs")
         target_parts, target_sizes = split(targets if last else None, count, "targets")
         keyword_parts, keyword_sizes = split(dict(keywords), count, "keyword arguments")
+        if input_sizes and target_sizes and input_sizes != target_sizes:
+            raise OptionError(
+                f"inputs have a batch size of {sum(input_sizes)}, targets of {sum(target_sizes)}; they are cut "
+                "together, so they must agree (wrap what every microbatch needs whole in zerobubble.Shared)"
+            )
         sizes = target_sizes or input_sizes or keyword_sizes or [1] * count
         weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
     def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> None:
-        def task(rank: int) -> Callable[[], None]:
-            def run() -> None:
-                try:
-                    runs[rank](batch)
-                except BaseException as error:
-                    self._transports[rank].failed(error)
-                    raise
-
-            return run
-
         try:
-            self._world.run({rank: task(rank) for rank in self._world.ranks})
+            self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
         except BaseException:
             for stage in self._stages.values():
                 stage.clear()
@@ -210,7 +208,7 @@ class Pipeline:
         """Load this rank's part of `state`, which may be that of the whole model, saved under any layout.
 
         Raises:
-            OptionError: an entry of a layer that lives here is missing.
+            OptionError: an entry of a layer that lives here is missing or has another shape.
         """
         own = self.module.state_dict()
         missing = [name for name in own if name not in state]
@@ -218,7 +216,10 @@ class Pipeline:
             raise OptionError(
                 f"state_dict has no entry {missing[0]!r} ({len(missing)} missing); was a rank's part left out?"
             )
-        self.module.load_state_dict({name: state[name] for name in own})
+        try:
+            self.module.load_state_dict({name: state[name] for name in own})
+        except RuntimeError as error:
+            raise OptionError(f"state_dict does not fit the layers: {error}") from None
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the layers that live here to training mode."""
@@ -232,6 +233,37 @@ class Pipeline:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters that live here."""
         self.module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale all gradients so that their norm over ALL ranks is at most `max_norm`. Collective; waits.
+
+        The sum runs over the parameters in the order of the model, so that the norm and the coefficient are the same
+        bit for bit under every schedule and rank count.
+
+        Returns:
+            The norm before clipping; where it is not finite, nothing is scaled.
+
+        Raises:
+            OptionError: `max_norm` is not positive.
+        """
+        if not max_norm > 0:
+            raise OptionError(f"max_norm must be a positive number; got {max_norm!r}")
+        own: dict[int, dict[str, float]] = {rank: {} for rank in self._world.ranks}
+        for name, p in self.named_parameters():
+            if p.grad is not None:
+                norm = torch.linalg.vector_norm(p.grad.double(), norm_type).item()
+                own[self._rank_of_layer[int(name.partition(".")[0])]][name] = norm
+        norms = {name: norm for part in self._world.gather(own) for name, norm in part.items()}
+        ordered = [norms[name] for name in sorted(norms)]
+        if norm_type == float("inf"):
+            total = max(ordered, default=0.0)
+        else:
+            total = fsum(norm**norm_type for norm in ordered) ** (1 / norm_type)
+        if isfinite(total) and total > max_norm:
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(max_norm / total)
+        return total
 
     # ------------------------------------------------------------------------------------------------ measuring
 
@@ -301,17 +333,24 @@ class Pipeline:
             with own_randomness(self._device) as generators:
                 for generator in generators:
                     generator.manual_seed(seed_for(seed, number))
-                layer = layer()
+                try:
+                    layer = layer()
+                except TypeError as error:
+                    raise OptionError(
+                        f"layers[{number}] is no module, so it must be a function that makes one when called without "
+                        f"arguments; calling it failed: {error}"
+                    ) from error
         if not isinstance(layer, nn.Module):
             raise OptionError(f"layers[{number}] must be a module or make one; got {type(layer).__name__}")
         return layer.to(self._device)
 
-    def _make_executors(
-        self, programs: Sequence[Any], transports: Mapping[int, Any] | None = None
-    ) -> dict[int, Executor]:
-        ends = transports or self._transports
-        count = self.schedule.num_stages
-        return {rank: Executor(programs[rank], self._stages, count, ends[rank]) for rank in self._world.ranks}
+    def _make_executors(self, programs: Sequence[Program], dynamic_shapes: bool) -> dict[int, Executor]:
+        links = {link for program in programs for link in program.links}
+        executors = {}
+        for rank in self._world.ranks:
+            transport = self._world.transport(rank, links, dynamic_shapes)
+            executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport)
+        return executors
 
     def _own_keywords(self) -> frozenset[str]:
         return frozenset().union(*(keyword_names(layer) for layer in self.module.values()))
@@ -320,6 +359,8 @@ class Pipeline:
 def _stage_bounds(num_layers: int, schedule: Schedule, partition: Sequence[int] | None) -> list[range]:
     """The numbers of each stage's layers."""
     stages = schedule.num_stages
+    if partition is not None and not isinstance(partition, (list, tuple)):
+        raise OptionError(f"partition must be a list with the number of layers of each stage; got {partition!r}")
     if partition is None:
         size, rest = divmod(num_layers, stages)
         partition = [size + (stage < rest) for stage in range(stages)]
@@ -365,4 +406,13 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
 def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None) -> World:
     if dist.is_initialized():
         return DistributedWorld(num_ranks, device, timeout, group)
-    return LocalWorld(num_ranks, timeout)
+    return LocalWorld(num_ranks, device, timeout)
+
+
+def _checked_layers(layers: Any) -> list[nn.Module | Callable[[], nn.Module]]:
+    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
+        raise OptionError(f"layers must be a list of modules, so that it can be cut; got one {type(layers).__name__}")
+    for number, layer in enumerate(layers):
+        if not callable(layer):
+            raise OptionError(f"layers[{number}] must be a module or a function that makes one; got {layer!r}")
+    return list(layers)

@@ -25,6 +25,7 @@ from zerobubble.runtime.parcel import Parcel, forms_in
 from zerobubble.runtime.status import StatusBoard
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
     from zerobubble.lower import Message
@@ -51,7 +52,7 @@ class ProcessGroupTransport:
 
     Args:
         rank: of this process in `group`.
-        num_ranks: of the pipeline; the size of `group`.
+        links: (source, target) of every directed pair of ranks between which messages go.
         device: where tensors are received.
         timeout: seconds that a wait may take.
         dynamic_shapes: whether tensors may change their form in every step.
@@ -61,7 +62,7 @@ class ProcessGroupTransport:
     def __init__(
         self,
         rank: int,
-        num_ranks: int,
+        links: Collection[tuple[int, int]],
         device: torch.device,
         timeout: float,
         dynamic_shapes: bool = False,
@@ -73,8 +74,8 @@ class ProcessGroupTransport:
         self._device = device
         self._timeout = timeout
         self._dynamic = dynamic_shapes
-        self._groups = _link_groups(num_ranks, device, timeout, group)
-        self._incoming: dict[int, deque[_Incoming]] = {source: deque() for source in range(num_ranks)}
+        self._groups = _link_groups(links, device, timeout, group)
+        self._incoming: dict[int, deque[_Incoming]] = {source: deque() for source, _ in links}
         self._arrived: dict[Message, Parcel] = {}
         self._skeletons: dict[tuple[Op, int], Any] = {}
         self._reaper = _Reaper()
@@ -142,7 +143,7 @@ class ProcessGroupTransport:
         return PeerError(
             f"rank {self._rank} waited for {message.producer} from rank {peer} to run {consumer}: {trouble}. "
             + (f"Cause: {failure}. " if failure else "")
-            + f"Rank {peer} last finished {self.status.read(peer)}."
+            + f"The last that rank {peer} told is that it finished {self.status.read(peer)}."
         )
 
     # ------------------------------------------------------------------------------------------------ sending
@@ -177,9 +178,9 @@ class ProcessGroupTransport:
         """Note what this rank finished last."""
         self.status.last_finished = (op, step)
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, where: str) -> None:
         """Write down why this rank stops, for the messages of the others."""
-        self.status.fail(error)
+        self.status.fail(error, where)
 
 
 class _Reaper:
@@ -212,7 +213,7 @@ def _finish(work: dist.Work, tensor: Tensor) -> None:
 
 
 def _link_groups(
-    num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None
+    links: Collection[tuple[int, int]], device: torch.device, timeout: float, group: dist.ProcessGroup | None
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
     """The process group of every link (source, target), all made up front in one order.
 
@@ -221,11 +222,15 @@ def _link_groups(
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     limit = timedelta(seconds=timeout)
-    links = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     if device.type != "cuda":
         shared = dist.new_group(ranks, timeout=limit, backend="gloo")
         return dict.fromkeys(links, shared)
-    return {(a, b): dist.new_group([ranks[a], ranks[b]], timeout=limit, backend="nccl") for a, b in links}
+    groups = {(a, b): dist.new_group([ranks[a], ranks[b]], timeout=limit, backend="nccl") for a, b in sorted(links)}
+    own = dist.get_rank()
+    for (a, b), made in groups.items():  # NCCL connects at first use: use every link now, in the same order everywhere
+        if own in (ranks[a], ranks[b]):
+            dist.broadcast(torch.zeros(1, device=device), src=ranks[a], group=made)
+    return groups
 
 
 def _group_rank(group: dist.ProcessGroup, peer: int, own: int) -> int:

@@ -40,10 +40,10 @@ class StatusBoard:
     def _write(self) -> None:
         self._store.set(f"zerobubble/finished/{self._rank}", _describe(self.last_finished))
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, where: str) -> None:
         """Write down that this rank stops because of `error`. The first failure of all ranks is kept."""
         self._stop.set()
-        text = f"rank {self._rank} failed after {_describe(self.last_finished)}: {type(error).__name__}: {error}"
+        text = f"rank {self._rank} failed in {where}: {type(error).__name__}: {error}"
         try:
             self._write()
             self._store.compare_set(_FAILED, "", text)

@@ -34,8 +34,8 @@ class Transport(Protocol):
     def finished(self, op: Op, step: int) -> None:
         """Note what this rank finished last, for the error messages of others."""
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot go on."""
+    def failed(self, error: BaseException, where: str) -> None:
+        """Tell the others that this rank cannot go on, and in which op it stopped."""
 
 
 class LocalHub:
@@ -91,10 +91,9 @@ class LocalTransport:
         """Note what this rank finished last."""
         self._hub.last_finished[self._rank] = f"{op} of step {step}"
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException, where: str) -> None:
         """Wake all others with the news."""
         with self._hub.changed:
             if self._hub.failure is None:
-                last = self._hub.last_finished[self._rank]
-                self._hub.failure = f"rank {self._rank} failed after {last}: {type(error).__name__}: {error}"
+                self._hub.failure = f"rank {self._rank} failed in {where}: {type(error).__name__}: {error}"
             self._hub.changed.notify_all()

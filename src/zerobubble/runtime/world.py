@@ -6,8 +6,9 @@ Both worlds offer the same: the ranks that live here, their transports, and what
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from zerobubble.runtime.process_group import ProcessGroupTransport
 from zerobubble.runtime.transport import LocalHub, LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
 T = TypeVar("T")
+Link: TypeAlias = "tuple[int, int]"
 
 
 class World(Protocol):
@@ -31,8 +34,8 @@ class World(Protocol):
     ranks: tuple[int, ...]
     """The ranks that live in this process."""
 
-    def transport(self, rank: int, dynamic_shapes: bool) -> Transport:
-        """A new transport for `rank`. Every process makes its transports in the same order."""
+    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
+        """A new transport for `rank` over `links` (source, target). Every process makes its transports in one order."""
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Run one task per rank that lives here, at the same time; raise the first error."""
@@ -47,25 +50,26 @@ class World(Protocol):
 class LocalWorld:
     """All ranks in this process, as threads that take turns."""
 
-    def __init__(self, num_ranks: int, timeout: float) -> None:
+    def __init__(self, num_ranks: int, device: torch.device, timeout: float) -> None:
         self.ranks = tuple(range(num_ranks))
+        self._device = device
         self._hub = LocalHub(num_ranks, timeout)
 
-    def transport(self, rank: int, dynamic_shapes: bool) -> Transport:
+    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
         """A transport that hands parcels over by reference; shapes may change at will."""
         return LocalTransport(self._hub, rank)
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Run every rank in a thread; the first error that is not a consequence of another one is raised."""
         self._hub.reset()
-        grad_enabled = torch.is_grad_enabled()
+        modes = _thread_modes(self._device.type)
 
-        def with_grad_mode(task: Callable[[], None]) -> None:
-            with torch.set_grad_enabled(grad_enabled):
+        def with_modes(task: Callable[[], None]) -> None:
+            with modes():
                 task()
 
         with ThreadPoolExecutor(len(tasks), thread_name_prefix="zerobubble-rank") as pool:
-            futures = [pool.submit(with_grad_mode, task) for task in tasks.values()]
+            futures = [pool.submit(with_modes, task) for task in tasks.values()]
             wait(futures)
         errors = [error for future in futures if (error := future.exception())]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):
@@ -79,6 +83,20 @@ class LocalWorld:
     def gather(self, values: Mapping[int, T]) -> list[T]:
         """The values by rank."""
         return [values[rank] for rank in self.ranks]
+
+
+def _thread_modes(device_type: str) -> Callable[[], AbstractContextManager[object]]:
+    """What this thread has set and a new one would not: gradients on or off, and autocast."""
+    grad_enabled = torch.is_grad_enabled()
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with torch.set_grad_enabled(grad_enabled), torch.autocast(device_type, dtype, enabled=autocast):
+            yield
+
+    return modes
 
 
 class DistributedWorld:
@@ -104,9 +122,9 @@ class DistributedWorld:
         self._control = dist.new_group(members, timeout=timedelta(seconds=timeout))
         self._objects = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo")
 
-    def transport(self, rank: int, dynamic_shapes: bool) -> Transport:
+    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
         """A transport over point-to-point communication."""
-        return ProcessGroupTransport(rank, self._num_ranks, self._device, self._timeout, dynamic_shapes, self._group)
+        return ProcessGroupTransport(rank, links, self._device, self._timeout, dynamic_shapes, self._group)
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Run the one task of this process."""
