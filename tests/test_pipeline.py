@@ -236,6 +236,45 @@ def test_w_out_of_microbatch_order_is_legal_and_right_to_rounding():
         torch.testing.assert_close(gradient, expected[1][name])
 
 
+def test_the_loss_is_late_and_reads_like_a_number():
+    loss = Pipeline([nn.Linear(3, 3)], lambda y, _: (y * 0).sum() + 2, zb.gpipe(1, 2)).step(torch.ones(4, 3))
+    assert repr(loss) == "LateValue(on its way)"
+    assert str(loss) == "2.0"
+    assert loss < 3
+    assert loss >= 2
+    assert sum([loss, loss]) / 2 == loss == 2
+    assert f"{loss:.3f}" == "2.000"
+
+
+def test_autocast_around_the_step_holds_on_every_rank():
+    seen = []
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    for layer in layers:
+        layer.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    pipeline = Pipeline(layers, lambda y, _: y.float().sum(), zb.zb_v(2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        pipeline.step(torch.ones(4, 4))
+    assert set(seen) == {torch.bfloat16}
+    assert layers[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
+def test_clipping_is_by_the_norm_over_all_ranks_and_the_same_bit_for_bit_under_every_layout(norm_type):
+    """torchtitan#596: clipping saw the norm of one stage only."""
+    found = []
+    for num_ranks in (1, 2, 4):
+        for schedule in schedules(num_ranks, 3):
+            pipeline = tiny_pipeline(schedule)
+            pipeline.step(*tiny_batch())
+            whole = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in pipeline.parameters()]), norm_type)
+            norm = pipeline.clip_grad_norm_(0.1, norm_type)
+            assert norm == pytest.approx(whole.item(), rel=1e-5)
+            found.append((norm, sum(p.grad.double().sum().item() for _, p in sorted(pipeline.named_parameters()))))
+    assert len(set(found)) == 1
+    clipped = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in pipeline.parameters()]), norm_type)
+    assert clipped.item() == pytest.approx(0.1, rel=1e-4)
+
+
 def test_measured_timeline_has_every_op_in_order():
     pipeline = tiny_pipeline(zb.zb_h1(2, 4))
     pipeline.step(*tiny_batch())
@@ -267,11 +306,30 @@ def test_a_broken_schedule_is_refused_before_anything_is_built():
         ({"partition": [1, 1, 1]}, "10 layers cannot be cut into 2 stages"),
         ({"partition": [10, 0]}, "at least 1"),
         ({"partition": [4, 5]}, "whose sum is 10"),
+        ({"partition": 2}, "must be a list with the number of layers of each stage; got 2"),
     ],
 )
 def test_a_partition_that_does_not_fit_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
         tiny_pipeline(zb.zb_h1(2, 3), **options)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (nn.Linear(2, 2), "must be a list of modules.*got one Linear"),
+        ([nn.Linear(2, 2), 3], r"layers\[1\] must be a module or a function that makes one; got 3"),
+        ([nn.Linear(2, 2), torch.relu], r"layers\[1\] is no module, so it must be a function that makes one"),
+        ([nn.Linear(2, 2), lambda: 5], r"layers\[1\] must be a module or make one; got int"),
+    ],
+)
+def test_what_is_no_list_of_layers_is_refused(layers, message):
+    with pytest.raises(OptionError, match=message):
+        Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 3))
+
+
+def test_an_nn_sequential_is_a_list_of_layers():
+    Pipeline(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), lambda y, _: y.sum(), zb.zb_h1(2, 3)).step(torch.ones(3, 2))
 
 
 def test_too_few_layers_are_refused():
@@ -286,6 +344,10 @@ def test_too_few_layers_are_refused():
         (lambda p: p.step(torch.ones(4, 3), (torch.ones(4), torch.ones(5))), r"disagree on the batch size .*\[4, 5\]"),
         (lambda p: p.step(torch.ones(4, 3), msak=torch.ones(4, 3)), "no layer takes a keyword argument 'msak'.*'mask'"),
         (lambda p: p.load_state_dict({}), "has no entry '0.linear.weight'"),
+        (lambda p: p.load_state_dict({k: v[:1] for k, v in p.state_dict().items()}), "does not fit the layers"),
+        (lambda p: p.step(torch.ones(4, 3), torch.ones(8)), "inputs have a batch size of 4, targets of 8"),
+        (lambda p: p.step(torch.ones(4, 3), token_count=0), "token_count must be a positive number; got 0"),
+        (lambda p: p.clip_grad_norm_(0.0), "max_norm must be a positive number"),
     ],
 )
 def test_bad_calls_name_what_is_wrong_and_the_pipeline_goes_on(call, message):
@@ -312,8 +374,11 @@ class Raises(nn.Module):
 def test_an_error_in_a_layer_comes_through_as_it_is_and_the_next_step_works():
     layers = [nn.Linear(3, 3), Raises(), nn.Linear(3, 3)]
     pipeline = Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(3, 4), timeout=10)
-    with pytest.raises(ZeroDivisionError, match="in my layer"):
+    with pytest.raises(ZeroDivisionError, match="in my layer") as caught:
         pipeline.step(torch.ones(4, 3))
+    assert getattr(caught.value, "__notes__", ["This happened on rank 1, in 1F0 of step 0."]) == [
+        "This happened on rank 1, in 1F0 of step 0."
+    ]
     layers[1].broken = False
     pipeline.step(torch.ones(4, 3))
 
