@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from random import Random
 
 import torch
@@ -104,3 +106,81 @@ def small_gradients(schedule, num_layers):
 
 def run_random_schedules(report, seeds):
     return [small_gradients(random_schedule(Placement.v(2), 3, Random(seed)), 4) for seed in seeds]
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in backward")
+
+
+class Breaks(torch.nn.Module):
+    """Raises in the backward from its third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return RaisesInBackward.apply(x) if self.calls > 2 else x
+
+
+def two_linear_ranks(timeout, **options):
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    return Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 4), timeout=timeout, **options)
+
+
+def misfortune(report, kind, timeout=15.0):
+    """Two ranks, several steps; the misfortune of this kind meets rank 1."""
+    rank = dist.get_rank()
+    unlucky = rank == 1
+    if kind == "late start" and unlucky:
+        time.sleep(4)
+    if kind == "backward":
+        layers = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), Breaks())]
+        pipeline = Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 4), timeout=timeout)
+    else:
+        pipeline = two_linear_ranks(timeout)
+    try:
+        for step in range(4):
+            if unlucky and step == 2:
+                if kind == "optimizer":
+                    raise ArithmeticError("in the optimizer")
+                if kind == "less data":
+                    os._exit(0)  # its loop ends; the process goes
+                if kind == "dtype":
+                    pipeline.module.to(torch.float64)
+            loss = pipeline.step(torch.ones(4, 4), torch.ones(4))
+        return loss.item()
+    except zb.ZeroBubbleError as error:
+        report((rank, str(error)))
+        raise
+
+
+def one_step(report, seconds):
+    """A start with some ranks late by chance."""
+    time.sleep(seconds[dist.get_rank()])
+    return two_linear_ranks(60).step(torch.ones(4, 4)).item()
+
+
+def five_hundred_microbatches(report):
+    layers = [torch.nn.Linear(4, 4) for _ in range(4)]
+    pipeline = Pipeline(layers, lambda y, _: y.mean(), zb.zb_v(2, 500), timeout=60)
+    return [pipeline.step(torch.ones(500, 4)).item() for _ in range(2)]
+
+
+def lonely_evaluation(report):
+    pipeline = two_linear_ranks(5)
+    try:
+        if dist.get_rank() == 1:
+            pipeline.evaluate(torch.ones(4, 4))
+        else:
+            time.sleep(12)
+    except zb.ZeroBubbleError as error:
+        report(str(error))
+        raise

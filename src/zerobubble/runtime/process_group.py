@@ -7,6 +7,7 @@ A message of a hop is its tensors, one after the other. While their forms are no
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from zerobubble.op import Op
 
 _HEADER_BYTES = 512
+_PATIENCE_SECONDS = 2.0
 _NEVER = timedelta(days=365)
 """Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
 
@@ -104,27 +106,29 @@ class ProcessGroupTransport:
         return self._arrived.pop(message)
 
     def _post_tensors(self, incoming: _Incoming, skeleton: Any) -> None:
-        source = incoming.message.source
         incoming.skeleton, incoming.posted = skeleton, True
         incoming.tensors = tuple(
             torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms_in(skeleton)
         )
-        incoming.works = [self._irecv(tensor, source) for tensor in incoming.tensors if tensor.numel()]
+        incoming.works = [self._irecv(tensor, incoming.message) for tensor in incoming.tensors if tensor.numel()]
 
     def _receive_header(self, message: Message) -> Any:
         head = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
-        self._wait(self._irecv(head, message.source), message)
+        self._wait(self._irecv(head, message), message)
         data = head.cpu().numpy().tobytes()
         size, data = int.from_bytes(data[:8], "little"), data[8:]
         if size > len(data):
             rest = torch.empty(size - len(data), dtype=torch.uint8, device=self._device)
-            self._wait(self._irecv(rest, message.source), message)
+            self._wait(self._irecv(rest, message), message)
             data += rest.cpu().numpy().tobytes()
         return pickle.loads(data[:size])
 
-    def _irecv(self, tensor: Tensor, source: int) -> dist.Work:
-        group = self._groups[source, self._rank]
-        work = dist.irecv(tensor, group=group, group_src=_group_rank(group, source, self._rank))
+    def _irecv(self, tensor: Tensor, message: Message) -> dist.Work:
+        group = self._groups[message.source, self._rank]
+        try:
+            work = dist.irecv(tensor, group=group, group_src=_group_rank(group, message.source))
+        except RuntimeError:
+            raise self._peer_error(message, 0.0) from None
         assert work is not None
         return work
 
@@ -139,12 +143,15 @@ class ProcessGroupTransport:
         peer = message.source
         trouble = "the connection was closed" if waited < self._timeout else f"not there after {self._timeout:g} s"
         consumer = message.producer._replace(stage=message.consumer_stage)
-        failure = self.status.failure()
         return PeerError(
             f"rank {self._rank} waited for {message.producer} from rank {peer} to run {consumer}: {trouble}. "
-            + (f"Cause: {failure}. " if failure else "")
-            + f"The last that rank {peer} told is that it finished {self.status.read(peer)}."
+            f"{self._last_words(peer)}"
         )
+
+    def _last_words(self, peer: int) -> str:
+        failure = self.status.failure()
+        cause = f"Cause: {failure}. " if failure else ""
+        return f"{cause}The last that rank {peer} told is that it finished {self.status.read(peer)}."
 
     # ------------------------------------------------------------------------------------------------ sending
 
@@ -155,7 +162,7 @@ class ProcessGroupTransport:
         if known is None or self._dynamic:
             self._skeletons[key] = parcel.skeleton
             for header in _header(parcel.skeleton):
-                self._isend(header.to(self._device), message.target)
+                self._isend(header.to(self._device), message)
         elif known != parcel.skeleton:
             raise ShapeError(
                 f"rank {self._rank}: {message.producer} for rank {message.target} changed from "
@@ -164,11 +171,17 @@ class ProcessGroupTransport:
             )
         for tensor in parcel.tensors:
             if tensor.numel():
-                self._isend(tensor.contiguous(), message.target)
+                self._isend(tensor.contiguous(), message)
 
-    def _isend(self, tensor: Tensor, target: int) -> None:
-        group = self._groups[self._rank, target]
-        work = dist.isend(tensor, group=group, group_dst=_group_rank(group, target, self._rank))
+    def _isend(self, tensor: Tensor, message: Message) -> None:
+        group = self._groups[self._rank, message.target]
+        try:
+            work = dist.isend(tensor, group=group, group_dst=_group_rank(group, message.target))
+        except RuntimeError:
+            raise PeerError(
+                f"rank {self._rank} could not send {message.producer} to rank {message.target}: "
+                f"the connection was closed. {self._last_words(message.target)}"
+            ) from None
         assert work is not None
         self._reaper.add(work, tensor)
 
@@ -176,7 +189,7 @@ class ProcessGroupTransport:
 
     def finished(self, op: Op, step: int) -> None:
         """Note what this rank finished last."""
-        self.status.last_finished = (op, step)
+        self.status.finished(op, step)
 
     def failed(self, error: BaseException, where: str) -> None:
         """Write down why this rank stops, for the messages of the others."""
@@ -187,18 +200,25 @@ class _Reaper:
     """Waits for sends in a thread of its own, so that a sent tensor is let go as soon as it is sent."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[dist.Work, Tensor]] = SimpleQueue()
-        Thread(target=self._run, name="zerobubble-sends", daemon=True).start()
+        self._queue: SimpleQueue[tuple[dist.Work, Tensor] | None] = SimpleQueue()
+        thread = Thread(target=_reap, args=(self._queue,), name="zerobubble-sends", daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop_reaping, self._queue, thread)
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
         self._queue.put((work, tensor))
 
-    def _run(self) -> None:
-        while True:
-            work, tensor = self._queue.get()
-            with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
-                _finish(work, tensor)
-            del work, tensor
+
+def _reap(queue: SimpleQueue[tuple[dist.Work, Tensor] | None]) -> None:
+    while (sent := queue.get()) is not None:
+        with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
+            _finish(*sent)
+        del sent
+
+
+def _stop_reaping(queue: SimpleQueue[tuple[dist.Work, Tensor] | None], thread: Thread) -> None:
+    queue.put(None)
+    thread.join(_PATIENCE_SECONDS)
 
 
 def _finish(work: dist.Work, tensor: Tensor) -> None:
@@ -233,7 +253,7 @@ def _link_groups(
     return groups
 
 
-def _group_rank(group: dist.ProcessGroup, peer: int, own: int) -> int:
+def _group_rank(group: dist.ProcessGroup, peer: int) -> int:
     """The number of `peer` in the link's group, which holds either all ranks or just the two."""
     return peer if group.size() != 2 else 1 - group.rank()
 

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from zerobubble.op import Op
 
 _INTERVAL_SECONDS = 0.5
+_PATIENCE_SECONDS = 2.0
 _FAILED = "zerobubble/failed"
 
 
 class StatusBoard:
     """One rank's view of the board, which lies in the store of `torch.distributed`.
 
-    A thread writes `last_finished` there twice a second, so that noting an op costs the executor nothing.
+    A thread writes what was finished there twice a second, so that noting an op costs the executor nothing.
     """
 
     def __init__(self, rank: int) -> None:
-        self.last_finished: tuple[Op, int] | None = None
         self._rank = rank
+        self._last = _Last(rank)
         self._store = dist.distributed_c10d._get_default_store()
-        self._stop = Event()
-        Thread(target=self._publish, name="zerobubble-status", daemon=True).start()
+        stop = Event()
+        thread = Thread(target=_publish, args=(self._store, self._last, stop), name="zerobubble-status", daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop_publishing, stop, thread)
 
-    def _publish(self) -> None:
-        written = None
-        while not self._stop.wait(_INTERVAL_SECONDS):
-            if self.last_finished != written:
-                written = self.last_finished
-                try:
-                    self._write()
-                except RuntimeError:
-                    return  # the store is gone, and with it whoever would read
-
-    def _write(self) -> None:
-        self._store.set(f"zerobubble/finished/{self._rank}", _describe(self.last_finished))
+    def finished(self, op: Op, step: int) -> None:
+        """Note the last op that this rank finished."""
+        self._last.op = (op, step)
 
     def fail(self, error: BaseException, where: str) -> None:
         """Write down that this rank stops because of `error`. The first failure of all ranks is kept."""
-        self._stop.set()
         text = f"rank {self._rank} failed in {where}: {type(error).__name__}: {error}"
-        try:
-            self._write()
+        with suppress(RuntimeError):  # without a store, the closed connection will tell the others that much
+            self._last.write(self._store)
             self._store.compare_set(_FAILED, "", text)
-        except RuntimeError:
-            pass  # the store is gone; the closed connection will tell the others that much
 
     def failure(self) -> str | None:
         """Why the first rank that failed did, if one said so."""
@@ -56,7 +51,7 @@ class StatusBoard:
 
     def read(self, rank: int) -> str:
         """What `rank` finished last, as far as it said."""
-        return self._get(f"zerobubble/finished/{rank}") or "nothing that it told of"
+        return self._get(_finished_key(rank)) or "nothing that it told of"
 
     def _get(self, key: str) -> str | None:
         try:
@@ -65,5 +60,32 @@ class StatusBoard:
             return None
 
 
-def _describe(finished: tuple[Op, int] | None) -> str:
-    return "nothing" if finished is None else f"{finished[0]} of step {finished[1]}"
+class _Last:
+    """What a rank finished last, as it stands on the board."""
+
+    def __init__(self, rank: int) -> None:
+        self.op: tuple[Op, int] | None = None
+        self._key = _finished_key(rank)
+        self._written: tuple[Op, int] | None = None
+
+    def write(self, store: Store) -> None:
+        """Write it where it changed."""
+        if self.op is not None and self.op != self._written:
+            self._written = self.op
+            store.set(self._key, f"{self.op[0]} of step {self.op[1]}")
+
+
+def _publish(store: Store, last: _Last, stop: Event) -> None:
+    with suppress(RuntimeError):  # the store is gone, and with it whoever would read
+        while not stop.wait(_INTERVAL_SECONDS):
+            last.write(store)
+        last.write(store)
+
+
+def _stop_publishing(stop: Event, thread: Thread) -> None:
+    stop.set()
+    thread.join(_PATIENCE_SECONDS)
+
+
+def _finished_key(rank: int) -> str:
+    return f"zerobubble/finished/{rank}"
