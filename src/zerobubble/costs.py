@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zerobubble.errors import CostsError
@@ -81,10 +83,10 @@ class Costs:
     def __post_init__(self) -> None:
         for key in _NUMERIC:
             value = getattr(self, key)
-            if value is not None:
+            if value is not None or key != "backward_full":
                 object.__setattr__(self, key, _checked(key, value))
         if not isinstance(self.unit, str):
-            raise CostsError(f'costs: "unit" must be a text such as "ms"; got {self.unit!r}')
+            raise CostsError(f'costs: "unit" must be a text such as "ms"; got {shortened(self.unit)}')
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -100,11 +102,8 @@ class Costs:
 
     def split(self, parts: int) -> Costs:
         """The same model cut finer: every stage in `parts` equal stages, with 1/`parts` of its time and memory."""
-        return Costs(
-            **{key: _split(getattr(self, key), parts) for key in _PER_STAGE},
-            communication=self.communication,
-            unit=self.unit,
-        )
+        cut: dict[str, Any] = {key: _split(getattr(self, key), parts) for key in _PER_STAGE}
+        return replace(self, **cut)
 
     def resolve(self, placement: Placement) -> StageCosts:
         """The costs per stage of `placement`. Stages are cut evenly where the placement has a multiple of them.
@@ -114,7 +113,7 @@ class Costs:
         """
         stages = placement.num_stages
         parts, rest = divmod(stages, self.num_stages or stages)
-        if rest or not parts:
+        if rest:
             raise CostsError(
                 f"costs: the lists have {self.num_stages} entries, but the schedule has {stages} stages; "
                 f"give {stages} entries, or a number that divides {stages} so that each stage can be cut evenly"
@@ -128,7 +127,7 @@ class Costs:
 
     def _hops(self, placement: Placement) -> tuple[float, ...]:
         hops, ranks, num_ranks = self.communication, placement.ranks, placement.num_ranks
-        boundaries = list(zip(ranks, ranks[1:]))
+        boundaries = list(pairwise(ranks))
         if isinstance(hops, tuple) and len(hops) not in (len(boundaries), num_ranks - 1):
             raise CostsError(
                 f'costs: "communication" has {len(hops)} entries; give one number, or one per stage boundary '
@@ -157,13 +156,15 @@ class Costs:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise CostsError(f"{source}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets nested as deep
+            raise CostsError(f"{source}: JSON that cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise CostsError(f"{source}: costs must be one JSON object with keys; got {type(data).__name__}")
         known = [f.name for f in fields(cls)]
         unknown = [key for key in data if key not in known]
         missing = [key for key in ("forward", "backward_input", "backward_weight") if key not in data]
         if unknown or missing:
-            what = f'unknown key "{unknown[0]}"' if unknown else f'missing key "{missing[0]}"'
+            what = f"unknown key {json.dumps(unknown[0])}" if unknown else f'missing key "{missing[0]}"'
             raise CostsError(f"{source}: {what}; the keys are {', '.join(known)}")
         try:
             return cls(**data)
@@ -174,7 +175,7 @@ class Costs:
     def load(cls, path: Path) -> Costs:
         """Read a costs file. Raises `CostsError` as `from_json`, or when the file cannot be read."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise CostsError(f"{path}: cannot be read as a costs file: {error}") from None
         return cls.from_json(text, source=str(path))
@@ -206,10 +207,14 @@ def _checked(key: str, value: object) -> PerStage:
 
 def _number(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CostsError(f"costs: {where} must be a number, or a list of numbers; got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise CostsError(f"costs: {where} must be finite and not negative; got {value!r}")
-    return float(value)
+        raise CostsError(f"costs: {where} must be a number, or a list of numbers; got {shortened(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0:
+        raise CostsError(f"costs: {where} must be finite and not negative; got {number!r}")
+    return number
 
 
 def _split(value: PerStage | None, parts: int) -> PerStage | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from zerobubble.op import Kind, Op
 
+_F, _B, _W, _BW = Kind.F, Kind.B, Kind.W, Kind.BW  # asked a million times; to look a member up in its enum is slow
+
 
 def result(op: Op) -> Op:
     """The name under which others wait for `op`: an ordinary backward (BW) gives the same input gradient as a B."""
-    return Op(op.stage, Kind.B, op.microbatch) if op.kind is Kind.BW else op
+    return Op(op.stage, _B, op.microbatch) if op.kind is _BW else op
 
 
 def needs(op: Op, num_stages: int) -> tuple[Op, ...]:
@@ -17,9 +19,9 @@ def needs(op: Op, num_stages: int) -> tuple[Op, ...]:
     W needs its own B. Names are those of `result`: B stands for B or BW.
     """
     stage, kind, microbatch = op
-    if kind is Kind.F:
-        return (Op(stage - 1, Kind.F, microbatch),) if stage > 0 else ()
-    if kind is Kind.W:
-        return (Op(stage, Kind.B, microbatch),)
-    own = Op(stage, Kind.F, microbatch)
-    return (own, Op(stage + 1, Kind.B, microbatch)) if stage + 1 < num_stages else (own,)
+    if kind is _F:
+        return (Op(stage - 1, _F, microbatch),) if stage > 0 else ()
+    if kind is _W:
+        return (Op(stage, _B, microbatch),)
+    own = Op(stage, _F, microbatch)
+    return (own, Op(stage + 1, _B, microbatch)) if stage + 1 < num_stages else (own,)

@@ -9,6 +9,8 @@
     └── PipelineError        something went wrong while a pipeline ran
         ├── PeerError        another rank failed, died or kept us waiting too long
         └── ShapeError       tensors changed shape or dtype between steps
+
+`except ZeroBubbleError` catches them all.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def held_memory(order: Sequence[Op], costs: StageCosts) -> Iterator[float]:
         activation, weight = costs.activation_memory[stage], costs.weight_memory[stage]
         before = held
         if kind is Kind.F:
-            held = before = held + activation
+            held += activation
         elif kind is Kind.B:
             held += weight - activation
         elif kind is Kind.W:

@@ -20,17 +20,24 @@ class Placement:
     """Stage -> rank. `ranks[s]` is the rank of stage `s`; stages are numbered in data-flow order.
 
     Raises:
-        OptionError: no stage at all, or a rank between 0 and the highest one that holds no stage.
+        OptionError: no stage at all, something that is no rank, or a rank below the highest one that holds no stage.
     """
 
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        missing = set(range(max(self.ranks, default=0) + 1)) - set(self.ranks)
-        if not self.ranks or min(self.ranks) < 0 or missing:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        if not self.ranks:
+            raise OptionError("placement []: a pipeline needs at least one stage")
+        wrong = next((rank for rank in self.ranks if type(rank) is not int or rank < 0), None)
+        if wrong is not None:
+            raise OptionError(f"placement {list(self.ranks)}: ranks are whole numbers from 0; got {wrong!r}")
+        holders = set(self.ranks)
+        idle = next((rank for rank in range(max(holders)) if rank not in holders), None)
+        if idle is not None:
             raise OptionError(
-                f"placement {list(self.ranks)}: every rank from 0 to the highest must hold a stage"
-                + (f"; rank {min(missing)} holds none" if missing else "; got no stage or a negative rank")
+                f"placement {list(self.ranks)}: every rank from 0 to the highest must hold a stage; "
+                f"rank {idle} holds none"
             )
 
     @classmethod
@@ -163,9 +170,9 @@ def _progress(orders: Sequence[Sequence[Op]], num_stages: int) -> Progress:
         order, position = orders[rank], positions[rank]
         while position < len(order):
             op = order[position]
-            missing = next((need for need in needs(op, num_stages) if need not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            missing = [need for need in needs(op, num_stages) if need not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
                 break
             made = result(op)
             done.add(made)

@@ -31,7 +31,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     validate(schedule)
     starts, ends = op_times(schedule, stage_costs)
     peaks = tuple(peak_memory(order, stage_costs) for order in schedule.orders)
-    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), peaks, costs.unit)
+    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), peaks, costs.unit, stage_costs.hop)
 
 
 def op_times(schedule: Schedule, costs: StageCosts) -> tuple[list[list[float]], list[list[float]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import sub
 from typing import TYPE_CHECKING
 
 from zerobubble.dependencies import needs, result
@@ -22,6 +23,7 @@ class Timeline:
         ends: end times per rank, in `unit`.
         peak_memory: the largest activation memory per rank, in the unit of the costs; empty when not known.
         unit: unit of the times, "" when they have none.
+        hop: latency per stage boundary, 0 within a rank; empty when there is none or it is not known.
     """
 
     schedule: Schedule
@@ -29,6 +31,7 @@ class Timeline:
     ends: tuple[tuple[float, ...], ...]
     peak_memory: tuple[float, ...] = ()
     unit: str = ""
+    hop: tuple[float, ...] = ()
 
     @property
     def spans(self) -> tuple[float, ...]:
@@ -48,7 +51,7 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """Per rank, the sum of its op times."""
-        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True))
+        return tuple(sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def work(self) -> float:
@@ -58,7 +61,7 @@ class Timeline:
     @property
     def bubble_rate(self) -> float:
         """(cost - work) / cost: the share of the busiest rank's span that it stands idle."""
-        return (self.cost - self.work) / self.cost if self.cost > 0 else 0.0
+        return max(self.cost - self.work, 0.0) / self.cost if self.cost > 0 else 0.0
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -68,19 +71,30 @@ class Timeline:
     def critical_path(self) -> list[Op]:
         """A chain of ops, first to last, that the rank with the largest span waits on: why the cost is what it is.
 
-        From that rank's last op backwards, each op is preceded by whichever ended last of the op before it
-        on its rank and the results it needs, until an op starts when its rank does.
+        From that rank's last op backwards, each op is preceded by the one that it waited for longest: the op before it
+        on its rank, or one whose result it needs, which arrives a hop after its end. The chain stops at the first op
+        that starts no later than the rank does, so that together with its hops it is at least as long as the cost.
         """
-        schedule = self.schedule
-        where = {result(op): (r, i) for r, order in enumerate(schedule.orders) for i, op in enumerate(order)}
-        rank = max(range(schedule.num_ranks), key=lambda r: self.spans[r])
-        at: tuple[int, int] | None = (rank, len(schedule.orders[rank]) - 1)
+        orders = self.schedule.orders
+        where = {result(op): (rank, i) for rank, order in enumerate(orders) for i, op in enumerate(order)}
+        spans = self.spans
+        rank = spans.index(max(spans))
+        begin = self.starts[rank][0] if self.starts[rank] else 0.0
+        at: tuple[int, int] | None = (rank, len(orders[rank]) - 1) if orders[rank] else None
         path: list[Op] = []
         while at is not None:
             rank, position = at
-            op = schedule.orders[rank][position]
+            op = orders[rank][position]
             path.append(op)
-            before = [(rank, position - 1)] if position else []
-            before += [where[need] for need in needs(op, schedule.num_stages)]
-            at = max(before, key=lambda place: self.ends[place[0]][place[1]], default=None)
+            at = self._awaited(rank, position, where) if self.starts[rank][position] > begin else None
         return path[::-1]
+
+    def _awaited(self, rank: int, position: int, where: dict[Op, tuple[int, int]]) -> tuple[int, int] | None:
+        """The place of the op that the one at `position` of `rank` waited for longest."""
+        op = self.schedule.orders[rank][position]
+        arrivals = [(self.ends[rank][position - 1], (rank, position - 1))] if position else []
+        for need in needs(op, self.schedule.num_stages):
+            source, i = where[need]
+            latency = self.hop[min(need.stage, op.stage)] if self.hop and need.stage != op.stage else 0.0
+            arrivals.append((self.ends[source][i] + latency, (source, i)))
+        return max(arrivals, key=lambda arrival: arrival[0])[1] if arrivals else None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zerobubble.costs import Costs
 from zerobubble.dependencies import needs, result
-from zerobubble.errors import ScheduleError
+from zerobubble.errors import OptionError, ScheduleError
 from zerobubble.memory import held_memory
 from zerobubble.op import Kind, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from zerobubble.schedule import Schedule
 
@@ -27,8 +26,8 @@ class Fault:
     Attributes:
         rule: the rule's name: `shape`, `placement`, `range`, `once`, `complete`, `order`, `deadlock` or `memory`.
         message: what is wrong, and what would mend it.
-        rank: the rank where it shows, or None when an op is nowhere.
-        position: the index in that rank's order, or None.
+        rank: the rank where it shows, or None when it shows on none.
+        position: the index in that rank's order, or None when an op is missing.
         drawing: the ops around the place, the faulty one in brackets.
     """
 
@@ -55,10 +54,13 @@ def validate(schedule: Schedule, memory_limit: float | None = None, costs: Costs
 
     Raises:
         ScheduleError: lists every fault, each with rank, position and the ops around it.
+        OptionError: the memory limit is negative or NaN.
     """
     faults = find_faults(schedule, memory_limit, costs)
     if faults:
-        shown = [f"{i}. {fault}" if len(faults) > 1 else str(fault) for i, fault in enumerate(faults[:_SHOWN_FAULTS], 1)]
+        shown = list(map(str, faults[:_SHOWN_FAULTS]))
+        if len(faults) > 1:
+            shown = [f"{i}. {fault}" for i, fault in enumerate(shown, 1)]
         if len(faults) > _SHOWN_FAULTS:
             shown.append(f"... and {len(faults) - _SHOWN_FAULTS} more faults")
         title = f"schedule {schedule.name!r} cannot run: {len(faults)} fault{'s' * (len(faults) > 1)}"
@@ -66,8 +68,13 @@ def validate(schedule: Schedule, memory_limit: float | None = None, costs: Costs
 
 
 def find_faults(schedule: Schedule, memory_limit: float | None = None, costs: Costs | None = None) -> list[Fault]:
-    """Every fault of `schedule`, in the order in which one would mend them; an empty list means that it can run."""
-    faults = [*_misplaced(schedule), *_counts(schedule)]
+    """Every fault of `schedule`, in the order in which one would mend them; an empty list means that it can run.
+
+    Arguments as for `validate`. What can run is only asked of ops that are all there, memory only of what can run.
+    """
+    if memory_limit is not None and not memory_limit >= 0:
+        raise OptionError(f"the memory limit must be a number that is not negative; got {memory_limit!r}")
+    faults = [*_misplaced(schedule), *_repeated(schedule), *_incomplete(schedule)]
     if not faults:
         faults += _stuck(schedule)
     if not faults and memory_limit is not None:
@@ -75,11 +82,11 @@ def find_faults(schedule: Schedule, memory_limit: float | None = None, costs: Co
     return faults
 
 
-def draw(order: Iterable[Op], rank: int, position: int, around: int = 3) -> str:
+def draw(order: Sequence[Op], rank: int, position: int, around: int = 3) -> str:
     """The ops around `position` in a rank's order, the one there in brackets."""
-    ops = [f"[{op}]" if i == position else str(op) for i, op in enumerate(order)]
     first, last = max(position - around, 0), position + around + 1
-    shown = ["..."] * (first > 0) + ops[first:last] + ["..."] * (last < len(ops))
+    ops = [f"[{op}]" if i == position else str(op) for i, op in enumerate(order[first:last], first)]
+    shown = ["..."] * (first > 0) + ops + ["..."] * (last < len(order))
     return f"  rank {rank} | {' '.join(shown)}"
 
 
@@ -88,62 +95,80 @@ def _fault(schedule: Schedule, rule: str, rank: int, position: int, message: str
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Fault]:
+    """Ops, orders and counts that the placement has no room for."""
+    ranks, num_stages, num_microbatches = schedule.placement.ranks, schedule.num_stages, schedule.num_microbatches
     if len(schedule.orders) != schedule.num_ranks:
         yield Fault(
             "shape",
             f"the placement has {schedule.num_ranks} ranks, but there are {len(schedule.orders)} orders of ops; "
             "give one order per rank",
         )
-    if schedule.num_microbatches < 1:
-        yield Fault("shape", f"a schedule needs at least one microbatch; got {schedule.num_microbatches}")
+    if num_microbatches < 1:
+        yield Fault("shape", f"a schedule needs at least one microbatch; got {num_microbatches}")
     for rank, order in enumerate(schedule.orders):
         for position, op in enumerate(order):
-            if not 0 <= op.stage < schedule.num_stages or not 0 <= op.microbatch < schedule.num_microbatches:
-                yield _fault(
-                    schedule, "range", rank, position,
-                    f"{op} is out of range: stages are 0..{schedule.num_stages - 1} and microbatches "
-                    f"0..{schedule.num_microbatches - 1}; remove it or raise the counts",
-                )  # fmt: skip
-            elif schedule.placement.ranks[op.stage] != rank:
-                yield _fault(
-                    schedule, "placement", rank, position,
-                    f"{op} is on rank {rank}, but stage {op.stage} lies on rank {schedule.placement.ranks[op.stage]}; "
-                    "move it there",
-                )  # fmt: skip
+            if not (0 <= op.stage < num_stages and 0 <= op.microbatch < num_microbatches):
+                message = (
+                    f"{op} is out of range: stages are 0..{num_stages - 1} and microbatches "
+                    f"0..{num_microbatches - 1}; remove it or raise the counts"
+                )
+                yield _fault(schedule, "range", rank, position, message)
+            elif ranks[op.stage] != rank:
+                message = f"{op} is on rank {rank}, but stage {op.stage} lies on rank {ranks[op.stage]}; move it there"
+                yield _fault(schedule, "placement", rank, position, message)
 
 
-def _counts(schedule: Schedule) -> Iterator[Fault]:
-    """Each stage and microbatch needs F once and either B and W once each, or BW once."""
+def _repeated(schedule: Schedule) -> Iterator[Fault]:
+    """An op that is there twice, or a BW beside a B or W, would count a gradient twice."""
     places: dict[Op, tuple[int, int]] = {}
     for rank, order in enumerate(schedule.orders):
         for position, op in enumerate(order):
             if op in places:
-                yield _fault(
-                    schedule, "once", rank, position,
-                    f"{op} is there twice (first at rank {places[op][0]}, position {places[op][1]}); remove one",
-                )  # fmt: skip
+                first = "rank {}, position {}".format(*places[op])
+                message = f"{op} is there twice (first at {first}); remove one"
+                yield _fault(schedule, "once", rank, position, message)
             places.setdefault(op, (rank, position))
-    absent: Counter[str] = Counter()
-    for stage in range(schedule.num_stages):
-        for microbatch in range(max(schedule.num_microbatches, 0)):
-            kinds = frozenset(k for k in Kind if Op(stage, k, microbatch) in places)
-            if kinds in _COMPLETE:
-                continue
-            if Kind.BW in kinds and kinds & {Kind.B, Kind.W}:
-                rank, position = places[Op(stage, Kind.BW, microbatch)]
-                yield _fault(
-                    schedule, "once", rank, position,
-                    f"stage {stage}, microbatch {microbatch} has BW beside B or W: its gradient would count twice; "
-                    "keep either BW, or B and W",
-                )  # fmt: skip
-            missing = {Kind.F} - kinds if Kind.BW in kinds else {Kind.F, Kind.B, Kind.W} - kinds
-            for kind in sorted(missing):
-                absent[f"{Op(stage, kind, microbatch)} is missing on rank {schedule.placement.ranks[stage]}"] += 1
-    for message in absent:
-        yield Fault("complete", f"{message}; add it, or BW in place of B and W")
+    for op, (rank, position) in places.items():
+        stage, kind, microbatch = op
+        if kind is Kind.BW and (Op(stage, Kind.B, microbatch) in places or Op(stage, Kind.W, microbatch) in places):
+            message = (
+                f"stage {stage}, microbatch {microbatch} has BW beside B or W: its gradient would count twice; "
+                "keep either BW, or B and W"
+            )
+            yield _fault(schedule, "once", rank, position, message)
 
 
-_COMPLETE = (frozenset({Kind.F, Kind.B, Kind.W}), frozenset({Kind.F, Kind.BW}))
+_WHOLE = frozenset({Kind.F, Kind.BW})
+_SPLIT = frozenset({Kind.F, Kind.B, Kind.W})
+
+
+def _incomplete(schedule: Schedule) -> Iterator[Fault]:
+    """Each stage and microbatch needs F and either B and W, or BW. Linear in the ops, not in the microbatches."""
+    kinds: list[dict[int, set[Kind]]] = [{} for _ in range(schedule.num_stages)]
+    for stage, kind, microbatch in schedule.ops():
+        if 0 <= stage < schedule.num_stages and 0 <= microbatch < schedule.num_microbatches:
+            kinds[stage].setdefault(microbatch, set()).add(kind)
+    for stage, of_stage in enumerate(kinds):
+        rank = schedule.placement.ranks[stage]
+        for microbatch, have in sorted(of_stage.items()):
+            need = _WHOLE if Kind.BW in have else _SPLIT
+            if not need <= have:
+                lack = [str(Op(stage, kind, microbatch)) for kind in Kind if kind in need - have]
+                mend = "it" if len(lack) == 1 else "them"
+                yield Fault("complete", f"rank {rank} lacks {' and '.join(lack)}; add {mend}", rank)
+        for first, last in _gaps(sorted(of_stage), schedule.num_microbatches):
+            which = f"microbatch {first}" if first == last else f"microbatches {first}..{last}"
+            message = f"rank {rank} lacks every op of stage {stage} for {which}; add F, B and W (or F and BW)"
+            yield Fault("complete", message, rank)
+
+
+def _gaps(present: Iterable[int], end: int) -> Iterator[tuple[int, int]]:
+    """First and last of each run of numbers in 0..end-1 that ascending `present` leaves out."""
+    expected = 0
+    for number in (*present, end):
+        if number > expected:
+            yield expected, number - 1
+        expected = number + 1
 
 
 def _stuck(schedule: Schedule) -> list[Fault]:
@@ -159,15 +184,10 @@ def _disorder(schedule: Schedule) -> list[Fault]:
     for rank, order in enumerate(schedule.orders):
         places = {result(op): position for position, op in enumerate(order)}
         for position, op in enumerate(order):
-            for need in needs(op, schedule.num_stages):
-                later = places.get(need, -1)
+            for later in (places.get(need, -1) for need in needs(op, schedule.num_stages)):
                 if later > position:
-                    faults.append(
-                        _fault(
-                            schedule, "order", rank, position,
-                            f"{op} stands before {order[later]} (position {later}), which it needs; move it behind",
-                        )  # fmt: skip
-                    )
+                    message = f"{op} stands before {order[later]} (position {later}), which it needs; move it behind"
+                    faults.append(_fault(schedule, "order", rank, position, message))
     return faults
 
 
@@ -189,9 +209,9 @@ def _memory(schedule: Schedule, limit: float, costs: Costs) -> Iterator[Fault]:
     for rank, order in enumerate(schedule.orders):
         for position, held in enumerate(held_memory(order, stage_costs)):
             if held > limit + slack:
-                yield _fault(
-                    schedule, "memory", rank, position,
-                    f"{order[position]} needs {held:g} of activation memory on rank {rank}, over the limit of {limit:g}; "
-                    "run a B or W before it, or raise the limit",
-                )  # fmt: skip
+                message = (
+                    f"{order[position]} needs {held:g} of activation memory on rank {rank}, "
+                    f"over the limit of {limit:g}; run a B or W before it, or raise the limit"
+                )
+                yield _fault(schedule, "memory", rank, position, message)
                 break

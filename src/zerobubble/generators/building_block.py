@@ -33,7 +33,9 @@ def repeat_block(name: str, num_ranks: int, num_microbatches: int, pace: Sequenc
     """
     orders = []
     for ops in _block(num_ranks, pace):
-        timed = ((slot + PERIOD * mb, Op(stage, kind, mb)) for slot, stage, kind in ops for mb in range(num_microbatches))
+        timed = [
+            (slot + PERIOD * mb, Op(stage, kind, mb)) for slot, stage, kind in ops for mb in range(num_microbatches)
+        ]
         orders.append([op for _, op in sorted(timed)])
     return _fill_cool_down(make_schedule(name, Placement.v(num_ranks), num_microbatches, orders))
 

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B (Narayanan et al. 2019; the paper's baseline). Rank i holds (p-i)*M_B.
 
-        rank 0 | 0F0 0F1 .    .    0BW0 0BW0 0F2  .    .    0BW1 0BW1 ...
-        rank 1 | .   1F0 1BW0 1BW0 1F1  1BW1 1BW1 1F2  ...
+    With 4 ranks, 4 microbatches and T_F = T_B = T_W, `-` for the second half of a BW:
+
+        rank 0 | 0F0  0F1  0F2  0F3  .    .    .    .    .    .    0BW0 -    .    0BW1 -    .    0BW2 -    .    0BW3 -
+        rank 1 | .    1F0  1F1  1F2  .    .    .    .    1BW0 -    1F3  1BW1 -    .    1BW2 -    .    1BW3 -
+        rank 2 | .    .    2F0  2F1  .    .    2BW0 -    2F2  2BW1 -    2F3  2BW2 -    .    2BW3 -
+        rank 3 | .    .    .    3F0  3BW0 -    3F1  3BW1 -    3F2  3BW2 -    3F3  3BW3 -
 
     Raises:
         OptionError: a size is below 1.
