@@ -1,4 +1,4 @@
-"""Claim: splitting the backward costs next to nothing. (F + B + W) over (F + ordinary backward), one thread, real compute.
+"""Claim: splitting the backward costs next to nothing. (F + B + W) over (F + ordinary backward), one thread.
 
 Ours and torch's split (`stage_backward_input`, `stage_backward_weight`) run GPT blocks, alternating with the
 ordinary backward in one process; the figure is the median of the ratios.
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
 from zerobubble.models.gpt import Block, GPTConfig
 from zerobubble.runtime import SplitBackward, WeightStore
 from zerobubble.runtime.split import backward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIZES = [(64, 1), (64, 8), (64, 32), (128, 8), (256, 1), (256, 4), (256, 8), (512, 1), (512, 4), (1024, 1), (1024, 2)]
 """(hidden, blocks)."""

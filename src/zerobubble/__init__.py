@@ -23,6 +23,7 @@ from zerobubble.generators import (
     zb_v,
 )
 from zerobubble.lower import lower
+from zerobubble.notation import load
 from zerobubble.op import Kind, Op
 from zerobubble.schedule import Placement, Schedule
 from zerobubble.simulate import simulate
@@ -30,7 +31,8 @@ from zerobubble.timeline import Timeline
 from zerobubble.validate import validate
 
 if TYPE_CHECKING:
-    from zerobubble.runtime import Pipeline, Shared
+    from zerobubble.runtime import Pipeline as Pipeline
+    from zerobubble.runtime import Shared as Shared
 
 __version__ = "0.1.0"
 
@@ -44,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "GENERATORS", "Costs", "Kind", "Op", "Pipeline", "Placement", "Schedule", "Shared", "Timeline", "ZeroBubbleError",
-    "generate", "gpipe", "interleaved", "lower", "one_f_one_b", "simulate", "v_half", "v_min", "validate",
+    "GENERATORS", "Costs", "Kind", "Op", "Placement", "Schedule", "Timeline", "ZeroBubbleError",
+    "generate", "gpipe", "interleaved", "load", "lower", "one_f_one_b", "simulate", "v_half", "v_min", "validate",
     "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip

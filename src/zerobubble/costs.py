@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,8 +14,6 @@ from zerobubble.errors import CostsError
 from zerobubble.op import Kind
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from zerobubble.op import Op
     from zerobubble.schedule import Placement
 
@@ -172,10 +171,10 @@ class Costs:
             raise CostsError(f"{source}: {str(error).removeprefix('costs: ')}") from None
 
     @classmethod
-    def load(cls, path: Path) -> Costs:
+    def load(cls, path: str | Path) -> Costs:
         """Read a costs file. Raises `CostsError` as `from_json`, or when the file cannot be read."""
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise CostsError(f"{path}: cannot be read as a costs file: {error}") from None
         return cls.from_json(text, source=str(path))

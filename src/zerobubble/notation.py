@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,6 @@ from zerobubble.schedule import Placement, Schedule, make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 Dialect = Literal["ours", "torch"]
 
@@ -194,12 +194,13 @@ def _whole(value: object, where: str) -> int:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def load(path: Path) -> Schedule:
+def load(path: str | Path) -> Schedule:
     """Read a schedule file: `.json`, `.csv` (either dialect), anything else as a text grid.
 
     Raises:
         NotationError: the file cannot be read or is malformed; names the file and the place in it.
     """
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -90,7 +90,7 @@ class Placement:
         return "custom"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """An order of ops per rank: `orders[rank]` is what that rank runs, first to last. Says nothing about time.
 
@@ -121,6 +121,13 @@ class Schedule:
     def progress(self) -> Progress:
         """The ops in an order in which they could run one at a time, and how far that gets each rank."""
         return _progress(self.orders, self.num_stages)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank} | {' '.join(map(str, order))}" for rank, order in enumerate(self.orders))
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
+        return f"<Schedule {self.name}: {sizes}, {self.num_ops} ops>"
 
     def ops(self) -> Iterator[Op]:
         """All ops, rank by rank."""
