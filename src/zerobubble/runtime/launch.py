@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
+import sys
 from datetime import timedelta
 from queue import Empty
 from time import monotonic
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG = 1
 
 
 def launch(
@@ -100,6 +104,12 @@ class _Inbox:
         return min(self._failures, key=lambda failure: failure[0])[1] if self._failures else None
 
 
+def _die_with_parent() -> None:
+    """Ask the kernel (Linux) to kill this process when the one that started it is gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _entry(
     rank: int,
     function: Callable[..., Any],
@@ -110,6 +120,7 @@ def _entry(
     args: tuple[Any, ...],
 ) -> None:
     os.setpgrp()  # an interrupt reaches the starting process alone, which then stops all ranks at once
+    _die_with_parent()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
