@@ -184,3 +184,8 @@ def lonely_evaluation(report):
     except zb.ZeroBubbleError as error:
         report(str(error))
         raise
+
+
+def changing_lengths_on_four_ranks(report, lengths):
+    pipeline = tiny_pipeline(zb.zb_h1(4, 4), timeout=60, dynamic_shapes=True)
+    return [pipeline.step(*tiny_batch(length=length)).item() for length in lengths]

@@ -33,10 +33,11 @@ from zerobubble.validate import validate
 if TYPE_CHECKING:
     from zerobubble.runtime import Pipeline as Pipeline
     from zerobubble.runtime import Shared as Shared
+    from zerobubble.runtime import add_loss as add_loss
 
 __version__ = "0.1.0"
 
-_NEED_TORCH = {"Pipeline": "zerobubble.runtime", "Shared": "zerobubble.runtime"}
+_NEED_TORCH = dict.fromkeys(("Pipeline", "Shared", "add_loss"), "zerobubble.runtime")
 
 
 def __getattr__(name: str) -> Any:

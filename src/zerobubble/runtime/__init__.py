@@ -12,6 +12,7 @@ except ImportError as error:
     ) from error
 
 from zerobubble.runtime.batch import Shared
+from zerobubble.runtime.extra_loss import add_loss
 from zerobubble.runtime.late import LateValue
 from zerobubble.runtime.launch import launch
 from zerobubble.runtime.pipeline import Pipeline
@@ -20,5 +21,6 @@ from zerobubble.runtime.split import SplitBackward
 from zerobubble.runtime.weight_store import WeightStore
 
 __all__ = [
-    "LateValue", "MemoryTrace", "Pipeline", "Shared", "SplitBackward", "WeightStore", "launch", "measured_costs",
+    "LateValue", "MemoryTrace", "Pipeline", "Shared", "SplitBackward", "WeightStore",
+    "add_loss", "launch", "measured_costs",
 ]  # fmt: skip

@@ -409,10 +409,22 @@ def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.Pro
     return LocalWorld(num_ranks, device, timeout)
 
 
+def _refuse_data_parallel(number: int, layer: nn.Module) -> None:
+    """DDP and FSDP reduce gradients in hooks of the ordinary backward: what waits for W would never be reduced."""
+    for module in layer.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__.startswith("FSDP"):
+            raise OptionError(
+                f"layers[{number}] holds a {type(module).__name__}: it reduces gradients in hooks of the ordinary "
+                "backward, which miss what waits for W; give the plain module (data parallelism is not supported yet)"
+            )
+
+
 def _checked_layers(layers: Any) -> list[nn.Module | Callable[[], nn.Module]]:
     if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
         raise OptionError(f"layers must be a list of modules, so that it can be cut; got one {type(layers).__name__}")
     for number, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            _refuse_data_parallel(number, layer)
         if not callable(layer):
             raise OptionError(f"layers[{number}] must be a module or a function that makes one; got {layer!r}")
     return list(layers)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zerobubble.errors import PipelineError
+from zerobubble.runtime.extra_loss import collecting
 from zerobubble.runtime.parcel import Parcel, pack, pack_gradients, unpack
 from zerobubble.runtime.randomness import own_randomness, seed_for
 from zerobubble.runtime.split import SplitBackward, backward
@@ -57,8 +58,8 @@ class _Saved(NamedTuple):
     """What F keeps for B."""
 
     inlets: list[Inlet]
-    outputs: list[GradientEdge]
-    gradients: list[Tensor] | None  # given for the loss; other outputs get theirs from the next stage
+    outputs: list[GradientEdge]  # what goes to the next stage, then the losses
+    weights: list[Tensor]  # the gradients of the losses; the other outputs get theirs from the next stage
     store: WeightStore
 
 
@@ -130,9 +131,9 @@ class Stage:
         value, inlets = unpack(parcel) if parcel else (batch.inputs[microbatch], [])
         del parcel
         store = WeightStore()
-        gradients = None
         uses: Uses | None = {} if self._split is None else None
-        with SplitBackward(store, uses) if torch.is_grad_enabled() else nullcontext():
+        extra: list[Tensor] = []
+        with SplitBackward(store, uses) if torch.is_grad_enabled() else nullcontext(), collecting(extra):
             value = self._run_layers(value, batch, microbatch)
             if self._loss_fn is not None:
                 value = self._loss(value, batch, microbatch)
@@ -140,20 +141,20 @@ class Stage:
             self._split = describe(self.index, self._named_parameters(), store.deferred, uses)
         sent, outputs = pack(value)
         if self._loss_fn is not None:
-            gradients = [torch.full_like(value, batch.weights[microbatch])]
+            extra += outputs
+            outputs = []
         if torch.is_grad_enabled():
-            edges = [get_gradient_edge(output) for output in outputs]
-            self._saved[microbatch] = _Saved(inlets, edges, gradients, store)
+            edges = [get_gradient_edge(output) for output in (*outputs, *extra)]
+            weights = [torch.full_like(loss, batch.weights[microbatch]) for loss in extra]
+            self._saved[microbatch] = _Saved(inlets, edges, weights, store)
         return sent if self._loss_fn is None else None
 
     def backward_input(self, microbatch: int, parcel: Parcel | None) -> Parcel:
         """B: the gradients of the stage's inputs, given those of its outputs; leaves the weights' for W."""
-        inlets, edges, gradients, store = self._saved.pop(microbatch)
-        if gradients is None:
-            gradients = list(parcel.tensors) if parcel else []
+        inlets, edges, weights, store = self._saved.pop(microbatch)
         if edges:
-            with self._own_gradients():
-                backward(edges, gradients, store)
+            with self._own_gradients(), collecting(None):
+                backward(edges, [*(parcel.tensors if parcel else ()), *weights], store)
         self._stores[microbatch] = store
         return pack_gradients(inlet.take() for inlet in inlets)
 
