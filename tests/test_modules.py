@@ -1,4 +1,4 @@
-"""Every kind of module and use that people have, under a zero-bubble pipeline: what plain autograd gives, and no surprise.
+"""Every kind of module and use that people have, under a zero-bubble pipeline: what plain autograd gives.
 
 Each test runs ZB-V on two ranks (four stages) over three microbatches and compares with plain autograd, which
 accumulates over the same microbatches.
