@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from itertools import chain
 from math import fsum, isfinite
@@ -16,8 +16,14 @@ from zerobubble.errors import OptionError
 from zerobubble.lower import lower
 from zerobubble.runtime.batch import split
 from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.layout import (
+    build_layer,
+    checked_layers,
+    refuse_ties_between_ranks,
+    stage_bounds,
+    used_by_several,
+)
 from zerobubble.runtime.profile import MemoryTrace
-from zerobubble.runtime.randomness import own_randomness, seed_for
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
@@ -25,10 +31,11 @@ from zerobubble.schedule import Schedule
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zerobubble.lower import Program
     from zerobubble.runtime.late import LateValue
+    from zerobubble.runtime.layout import Layer
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
     from zerobubble.runtime.world import World
@@ -69,7 +76,7 @@ class Pipeline:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        layers: Sequence[Layer],
         loss_fn: LossFunction,
         schedule: Schedule,
         *,
@@ -85,21 +92,21 @@ class Pipeline:
                 f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}"
             )
         programs = lower(schedule)
-        layers = _checked_layers(layers)
-        bounds = _stage_bounds(len(layers), schedule, partition)
+        layers = checked_layers(layers)
+        bounds = stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device(group)
         self._world = _world(schedule.num_ranks, self._device, timeout, group)
         if dist.is_initialized():
-            _refuse_ties_between_ranks(layers, bounds, schedule)
+            refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
         self._rank_of_layer = {
             number: rank for numbers, rank in zip(bounds, schedule.placement.ranks, strict=True) for number in numbers
         }
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
-            stage.share(_used_by_several(self._stages.values()))
+            stage.share(used_by_several(self._stages.values()))
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._keywords = frozenset().union(*self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
@@ -313,7 +320,7 @@ class Pipeline:
 
     def _build_stages(
         self,
-        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        layers: Sequence[Layer],
         bounds: Sequence[range],
         loss_fn: LossFunction,
         seed: int,
@@ -322,27 +329,11 @@ class Pipeline:
         for index, (numbers, rank) in enumerate(zip(bounds, self.schedule.placement.ranks, strict=True)):
             if rank not in self._world.ranks:
                 continue
-            own = [(number, self._build_layer(layers[number], number, seed)) for number in numbers]
+            own = [(number, build_layer(layers[number], number, seed, self._device)) for number in numbers]
             self.module.update({str(number): layer for number, layer in own})
             is_last = index + 1 == self.schedule.num_stages
             stages[index] = Stage(index, own, seed, self._device, loss_fn if is_last else None)
         return stages
-
-    def _build_layer(self, layer: nn.Module | Callable[[], nn.Module], number: int, seed: int) -> nn.Module:
-        if not isinstance(layer, nn.Module):
-            with own_randomness(self._device) as generators:
-                for generator in generators:
-                    generator.manual_seed(seed_for(seed, number))
-                try:
-                    layer = layer()
-                except TypeError as error:
-                    raise OptionError(
-                        f"layers[{number}] is no module, so it must be a function that makes one when called without "
-                        f"arguments; calling it failed: {error}"
-                    ) from error
-        if not isinstance(layer, nn.Module):
-            raise OptionError(f"layers[{number}] must be a module or make one; got {type(layer).__name__}")
-        return layer.to(self._device)
 
     def _make_executors(self, programs: Sequence[Program], dynamic_shapes: bool) -> dict[int, Executor]:
         links = {link for program in programs for link in program.links}
@@ -356,47 +347,6 @@ class Pipeline:
         return frozenset().union(*(keyword_names(layer) for layer in self.module.values()))
 
 
-def _stage_bounds(num_layers: int, schedule: Schedule, partition: Sequence[int] | None) -> list[range]:
-    """The numbers of each stage's layers."""
-    stages = schedule.num_stages
-    if partition is not None and not isinstance(partition, (list, tuple)):
-        raise OptionError(f"partition must be a list with the number of layers of each stage; got {partition!r}")
-    if partition is None:
-        size, rest = divmod(num_layers, stages)
-        partition = [size + (stage < rest) for stage in range(stages)]
-    if len(partition) != stages or sum(partition) != num_layers or min(partition) < 1:
-        raise OptionError(
-            f"{num_layers} layers cannot be cut into {stages} stages as {list(partition)}: "
-            f"give {stages} numbers of at least 1 whose sum is {num_layers}"
-        )
-    ends = [sum(partition[: stage + 1]) for stage in range(stages)]
-    return [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
-
-
-def _used_by_several(stages: Iterable[Stage]) -> set[nn.Parameter]:
-    """The parameters that more than one of `stages` uses."""
-    uses = Counter(chain.from_iterable(stage.parameters() for stage in stages))
-    return {parameter for parameter, count in uses.items() if count > 1}
-
-
-def _refuse_ties_between_ranks(
-    layers: Sequence[nn.Module | Callable[[], nn.Module]], bounds: Sequence[range], schedule: Schedule
-) -> None:
-    """Every process holds parameters of its own: one that layers of two ranks share would drift apart, unnoticed."""
-    rank_of: dict[nn.Parameter, tuple[int, int]] = {}
-    for numbers, rank in zip(bounds, schedule.placement.ranks, strict=True):
-        for number in numbers:
-            layer = layers[number]
-            for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-                other, where = rank_of.setdefault(parameter, (number, rank))
-                if where != rank:
-                    raise OptionError(
-                        f"layers {other} and {number} share a parameter but lie on ranks {where} and {rank}; a tied "
-                        "weight must lie on one rank: choose a V placement (such as zb_v), where the first and the "
-                        "last stage share rank 0, or a partition that keeps the two layers together"
-                    )
-
-
 def _default_device(group: dist.ProcessGroup | None) -> torch.device:
     if dist.is_initialized() and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -407,24 +357,3 @@ def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.Pro
     if dist.is_initialized():
         return DistributedWorld(num_ranks, device, timeout, group)
     return LocalWorld(num_ranks, device, timeout)
-
-
-def _refuse_data_parallel(number: int, layer: nn.Module) -> None:
-    """DDP and FSDP reduce gradients in hooks of the ordinary backward: what waits for W would never be reduced."""
-    for module in layer.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__.startswith("FSDP"):
-            raise OptionError(
-                f"layers[{number}] holds a {type(module).__name__}: it reduces gradients in hooks of the ordinary "
-                "backward, which miss what waits for W; give the plain module (data parallelism is not supported yet)"
-            )
-
-
-def _checked_layers(layers: Any) -> list[nn.Module | Callable[[], nn.Module]]:
-    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
-        raise OptionError(f"layers must be a list of modules, so that it can be cut; got one {type(layers).__name__}")
-    for number, layer in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            _refuse_data_parallel(number, layer)
-        if not callable(layer):
-            raise OptionError(f"layers[{number}] must be a module or a function that makes one; got {layer!r}")
-    return list(layers)
