@@ -23,7 +23,7 @@ Layer: TypeAlias = "nn.Module | Callable[[], nn.Module]"
 
 
 def checked_layers(layers: Any) -> list[Layer]:
-    """The layers as a list. Raises `OptionError` for what is no list of modules, or holds a wrapper that cannot work."""
+    """The layers as a list. Raises `OptionError` where they are none, or hold a wrapper that cannot work."""
     if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
         raise OptionError(f"layers must be a list of modules, so that it can be cut; got one {type(layers).__name__}")
     for number, layer in enumerate(layers):
