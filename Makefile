@@ -32,7 +32,7 @@ golden: $(READY)  ## rewrite the golden grids of the generators
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,plot,solver,dev]'
 	touch $(READY)
 
 clean:

@@ -25,6 +25,7 @@ from zerobubble.generators import (
 from zerobubble.lower import lower
 from zerobubble.notation import load
 from zerobubble.op import Kind, Op
+from zerobubble.planner import Plan, plan
 from zerobubble.schedule import Placement, Schedule
 from zerobubble.simulate import simulate
 from zerobubble.timeline import Timeline
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "GENERATORS", "Costs", "Kind", "Op", "Placement", "Schedule", "Timeline", "ZeroBubbleError",
-    "generate", "gpipe", "interleaved", "load", "lower", "one_f_one_b", "simulate", "v_half", "v_min", "validate",
-    "zb_h1", "zb_h2", "zb_v",
+    "GENERATORS", "Costs", "Kind", "Op", "Placement", "Plan", "Schedule", "Timeline", "ZeroBubbleError",
+    "generate", "gpipe", "interleaved", "load", "lower", "one_f_one_b", "plan", "simulate", "v_half", "v_min",
+    "validate", "zb_h1", "zb_h2", "zb_v",
 ]  # fmt: skip

@@ -35,6 +35,13 @@ MemoryLimit = Annotated[
         "--memory-limit", help="Most activation memory per rank, in the unit of activation_memory in the costs."
     ),
 ]
+Jitter = Annotated[
+    float | None,
+    typer.Option(
+        help="Also run it with times drawn at random: their standard deviation as a share of the mean, say 0.1."
+    ),
+]
+Samples = Annotated[int, typer.Option(min=1, help="How often times are drawn with --jitter.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from zerobubble.costs import Costs
 from zerobubble.generators import generate
 from zerobubble.paper import evaluate, facts, peers, profiled_costs, profiles
+from zerobubble.planner import plan
 from zerobubble.simulate import simulate
 
 if TYPE_CHECKING:
@@ -21,14 +22,20 @@ if TYPE_CHECKING:
 _EXAMPLE = "1.5B/p8/m64"
 
 _GENERATORS = {"1F1B": "one_f_one_b", "1F1B-I": "interleaved", "ZB-H1": "zb_h1", "ZB-H2": "zb_h2", "ZB-V": "zb_v"}
-"""Column of the paper -> our generator. Columns that are not here have no value of ours."""
+"""Column of the paper -> our generator."""
+
+_PLANS = {"ZB-1p": 1, "ZB-2p": 2}
+"""Column of the paper -> memory limit of our plan, in p*M_B. Columns in neither table have no value of ours."""
 
 _SIMULATED = "ours: simulated with the times of table 9; cost = largest span of a rank, communication = pure latency"
 _INTERLEAVED = (
     "1F1B-I: the paper does not print its number of chunks per rank; ours has (layers + 2) / p, one layer per chunk "
     "with embedding and output counted as one each, which comes nearest"
 )
-_PLANNED = "ZB-1p, ZB-2p: these schedules come from a planner, which is not there yet, so ours is empty"
+_PLANNED = (
+    "ZB-1p, ZB-2p: planned with effort `quick`, one chunk per rank, within p*M_B and 2p*M_B of memory; the paper's "
+    "M_W / M_B of table 1; bound: no schedule within that memory has a smaller bubble rate"
+)
 _PEER = "peer: the paper authors' own schedulers, simulated with the same times"
 
 
@@ -41,12 +48,14 @@ class Cell:
         ours: our number, or None where we have none.
         peer: what the paper authors' code reaches, or None where that is not known.
         value: the value of the printed formula for the example, or None where a number is printed.
+        bound: the bubble rate that no schedule within the memory can beat, or None where ours is not planned.
     """
 
     printed: float | str
     ours: float | None
     peer: float | None = None
     value: float | None = None
+    bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,10 @@ class Table:
     times: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as a JSON object: `rows` maps row -> column -> `printed`, `ours` and `peer` (formulas: `value`)."""
+        """The table as a JSON object: `rows` maps row -> column -> `printed`, `ours` and `peer`.
+
+        Formulas have `value` in the place of `peer`, planned cells also `bound`.
+        """
         return {
             "table": self.number,
             "title": self.title,
@@ -141,20 +153,25 @@ def _bubble_rates(
     known = peers()[key]
     rows = {}
     for row in track(list(times)):
-        rows[row] = {
-            column: Cell(printed, _our_rate(column, row, profiled_costs(times[row])), known.get(row, {}).get(column))
-            for column, printed in zip(columns, facts()[key]["rows"][row], strict=True)
-        }
+        costs, peer = profiled_costs(times[row]), known.get(row, {})
+        printed = zip(columns, facts()[key]["rows"][row], strict=True)
+        rows[row] = {column: _cell(column, row, costs, value, peer.get(column)) for column, value in printed}
     return Table(number, title, columns, rows, notes, times)
 
 
-def _our_rate(column: str, row: str, costs: Costs) -> float | None:
-    if column not in _GENERATORS:
-        return None
+def _cell(column: str, row: str, costs: Costs, printed: float, peer: float | None) -> Cell:
+    """One bubble rate beside the printed one: simulated, or planned with the bound that no plan can beat."""
     model, ranks, microbatches = _parts(row)
+    if column in _PLANS:
+        limit = float(_PLANS[column] * ranks)
+        found = plan(costs, ranks, microbatches, memory_limit=limit, placement="linear", effort="quick")
+        least = max(1 - found.timeline.work / found.lower_bound, 0.0)
+        return Cell(printed, _rounded(found.timeline.bubble_rate), peer, bound=_rounded(least))
+    if column not in _GENERATORS:
+        return Cell(printed, None, peer)
     layers: int = facts()["table_3_models"][model]["layers"]
     chunks = (layers + 2) // ranks if column == "1F1B-I" else None
-    return _rounded(_simulated(column, ranks, microbatches, costs, chunks).bubble_rate)
+    return Cell(printed, _rounded(_simulated(column, ranks, microbatches, costs, chunks).bubble_rate), peer)
 
 
 def _simulated(column: str, num_ranks: int, num_microbatches: int, costs: Costs, chunks: int | None = None) -> Timeline:
@@ -181,4 +198,5 @@ def _rounded(value: float) -> float:
 
 def _cell_to_dict(cell: Cell) -> dict[str, Any]:
     beside = {"peer": cell.peer} if cell.value is None else {"value": cell.value}
-    return {"printed": cell.printed, "ours": cell.ours, **beside}
+    bound = {} if cell.bound is None else {"bound": cell.bound}
+    return {"printed": cell.printed, "ours": cell.ours, **beside, **bound}
