@@ -6,6 +6,8 @@ in test_faults.py, memory in test_distributed.py, clipping, masks and initial we
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from models_for_tests import changing_lengths_on_four_ranks, tiny_batch, tiny_pipeline
@@ -164,3 +166,148 @@ def test_reference_fork_73_what_ran_is_what_was_planned():
 @pytest.mark.parametrize("num_ranks", [4, 5, 8, 16])
 def test_pytorch_130210_zb_h2_is_bubble_free_beyond_four_ranks_too(num_ranks):
     assert zb.simulate(zb.zb_h2(num_ranks, 2 * num_ranks)).bubble_rate == 0
+
+
+class Penalised(nn.Module):
+    """Differentiates within its forward, as force fields and gradient penalties do."""
+
+    def __init__(self, allowed):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.allowed = allowed
+
+    def forward(self, x):
+        with zb.unsplit() if self.allowed else contextlib.nullcontext():
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(inner).pow(2).sum(), inner, create_graph=True)
+        return x + slope
+
+
+def test_a_derivative_within_a_forward_is_refused_or_right_never_silently_wrong():
+    with pytest.raises(PipelineError, match=r"zerobubble\.unsplit"):
+        Pipeline([Penalised(False)], lambda y, _: y.sum(), zb.gpipe(1, 2)).step(torch.randn(4, 4))
+    layers = [nn.Linear(4, 4), Penalised(True)]
+    x = torch.randn(4, 4)
+    layers[1](layers[0](x)).sum().backward()
+    expected = gradients(layers)
+    Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 1)).step(x)
+    assert_same(gradients(layers), expected)
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(x)
+        return torch.fft.irfft(torch.einsum("bi,io->bo", spectrum, self.weight) + spectrum @ self.weight, n=4)
+
+
+def test_complex_weights_get_their_gradient_from_plain_autograd():
+    layers = [Spectral(), nn.Linear(4, 4)]
+    x = torch.randn(4, 4)
+    layers[1](layers[0](x)).sum().backward()
+    expected = gradients(layers)
+    Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 1)).step(x)
+    assert_same(gradients(layers), expected)
+
+
+class Odd(nn.Module):
+    """Calls that a handler does not expect: keyword operands, an output buffer, vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.vmap(self.linear)(x)
+        z = torch.bmm(y.unsqueeze(0), mat2=y.detach().mT.unsqueeze(0))[0]
+        with torch.no_grad():
+            torch.mm(x, x.mT, out=torch.empty(len(x), len(x)))
+        return y + z.mean()
+
+
+def test_unusual_calls_go_to_plain_autograd():
+    layers = [Odd(), nn.Linear(4, 4)]
+    x = torch.randn(4, 4)
+    layers[1](layers[0](x)).sum().backward()
+    expected = gradients(layers)
+    Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 1)).step(x)
+    assert_same(gradients(layers), expected)
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask):
+        return x * mask
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self._checkpoint_wrapped_module = inner
+
+    def forward(self, *args, **kwargs):
+        return self._checkpoint_wrapped_module(*args, **kwargs)
+
+
+class TakesAll(nn.Module):
+    def forward(self, x, **keywords):
+        return x * keywords["mask"]
+
+
+def test_keywords_reach_wrapped_layers_and_those_that_take_any():
+    seen = []
+    layers = [nn.Linear(1, 1), Masked(), Wrapper(Masked()), TakesAll()]
+    pipeline = Pipeline(layers, lambda y, _: seen.append(y.detach()) or y.sum(), zb.zb_h1(2, 2))
+    with torch.no_grad():
+        layers[0].weight.fill_(1.0)
+        layers[0].bias.fill_(0.0)
+    pipeline.step(torch.ones(2, 1), mask=torch.tensor([[2.0], [3.0]]))
+    assert [y.item() for y in seen] == [8.0, 27.0]
+
+
+class Island(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float())
+
+
+def test_a_float32_island_within_autocast_keeps_float32_gradients():
+    torch.manual_seed(0)
+    layers = [Island(), Island()]
+    x = torch.randn(8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = layers[1](layers[0](x)).sum()
+    loss.backward()
+    expected = gradients(layers)
+    with torch.autocast("cpu", torch.bfloat16):
+        Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 1)).step(x)
+    assert_same(gradients(layers), expected)
+
+
+def test_gradients_that_were_there_survive_a_step_that_fails_also_those_of_tied_weights():
+    embedding = nn.Linear(4, 4)
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = embedding.weight
+
+        def forward(self, x):
+            x.register_hook(lambda grad: 1 / 0)
+            return nn.functional.linear(x, self.weight)
+
+    embedding.weight.grad = torch.ones(4, 4)
+    with pytest.raises(ZeroDivisionError):
+        Pipeline([embedding, Tied()], lambda y, _: y.sum(), zb.zb_h1(2, 1)).step(torch.randn(2, 4))
+    assert torch.equal(embedding.weight.grad, torch.ones(4, 4))
+
+
+def test_a_step_without_gradients_is_refused():
+    with torch.no_grad(), pytest.raises(PipelineError, match="use evaluate"):
+        Pipeline([nn.Linear(4, 4)], lambda y, _: y.sum(), zb.gpipe(1, 2)).step(torch.ones(2, 4))

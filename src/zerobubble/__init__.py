@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from zerobubble.runtime import Pipeline as Pipeline
     from zerobubble.runtime import Shared as Shared
     from zerobubble.runtime import add_loss as add_loss
+    from zerobubble.runtime import unsplit as unsplit
 
 __version__ = "0.1.0"
 
-_NEED_TORCH = dict.fromkeys(("Pipeline", "Shared", "add_loss"), "zerobubble.runtime")
+_NEED_TORCH = dict.fromkeys(("Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime")
 
 
 def __getattr__(name: str) -> Any:

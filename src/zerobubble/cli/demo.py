@@ -24,7 +24,7 @@ _LEAST_BLOCKS = 4
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of 4 samples per step.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per schedule.")] = 80,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps per schedule.")] = 80,
     schedules: Annotated[
         str, typer.Option(help="Names, separated by commas; the others are compared with the first.")
     ] = "one_f_one_b,zb_h1,zb_h2,zb_v",

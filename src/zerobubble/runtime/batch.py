@@ -18,37 +18,41 @@ class Shared:
     value: Any
 
 
-def split(tree: Any, num_microbatches: int, what: str) -> tuple[list[Any], list[int] | None]:
-    """Cut every tensor in `tree` along dimension 0 into `num_microbatches` nearly equal parts.
+def split(tree: Any, num_microbatches: int) -> list[Any]:
+    """Cut every tensor in `tree` along dimension 0 into `num_microbatches` nearly equal parts: one tree for each.
 
     `Shared` values, tensors without dimensions and values that are no tensors go to every microbatch whole.
+    """
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, Shared))
+    columns = [
+        leaf.tensor_split(num_microbatches) if _is_cut(leaf) else [_whole(leaf)] * num_microbatches for leaf in leaves
+    ]
+    rows = [list(row) for row in zip(*columns)] if columns else [[]] * num_microbatches
+    return [pytree.tree_unflatten(row, spec) for row in rows]
 
-    Returns:
-        One tree per microbatch, and the number of samples in each (None where no tensor was cut).
+
+def samples(tree: Any, num_microbatches: int, what: str) -> list[int] | None:
+    """How many samples each microbatch of `tree` has; None where no tensor of it is cut.
 
     Raises:
         OptionError: the tensors disagree on the batch size, or there are fewer samples than microbatches.
     """
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, Shared))
+    leaves = pytree.tree_leaves(tree, is_leaf=lambda value: isinstance(value, Shared))
     sizes = {len(leaf) for leaf in leaves if _is_cut(leaf)}
     if len(sizes) > 1:
         raise OptionError(
             f"{what}: the tensors disagree on the batch size (dimension 0): {sorted(sizes)}; "
             "wrap those that every microbatch needs whole in zerobubble.Shared"
         )
-    batch_size = next(iter(sizes), num_microbatches)
-    if batch_size < num_microbatches:
+    if not sizes:
+        return None
+    size, rest = divmod(sizes.pop(), num_microbatches)
+    if size < 1:
         raise OptionError(
-            f"{what}: a batch of {batch_size} cannot be cut into {num_microbatches} microbatches; "
+            f"{what}: a batch of {rest} cannot be cut into {num_microbatches} microbatches; "
             "give at least one sample per microbatch, or plan with fewer microbatches"
         )
-    columns = [
-        leaf.tensor_split(num_microbatches) if _is_cut(leaf) else [_whole(leaf)] * num_microbatches for leaf in leaves
-    ]
-    rows = [list(row) for row in zip(*columns)] if columns else [[]] * num_microbatches
-    size, rest = divmod(batch_size, num_microbatches)
-    counts = [size + (mb < rest) for mb in range(num_microbatches)] if sizes else None
-    return [pytree.tree_unflatten(row, spec) for row in rows], counts
+    return [size + (mb < rest) for mb in range(num_microbatches)]
 
 
 def _is_cut(leaf: object) -> bool:

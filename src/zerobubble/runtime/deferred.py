@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from zerobubble.errors import PipelineError
 from zerobubble.runtime.inlet import anchor
 
 if TYPE_CHECKING:
@@ -46,22 +47,25 @@ def apply(
     rule: Rule, store: WeightStore, x: Tensor, parameters: Sequence[Tensor | None], options: Options = ()
 ) -> Tensor:
     """Run a function under `rule`; its backward leaves the gradients of those `parameters` that need one in `store`."""
-    values = parameters
+    dtype = None
     if rule.autocasts and x.dtype in _AUTOCAST and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
-        values = [None if p is None else p.detach().to(dtype) for p in parameters]
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         store.recomputes = True
     store.announce(parameters)
     output: Tensor = _Deferred.apply(  # type: ignore[no-untyped-call]
-        x, None if x.requires_grad else anchor(x.device), rule, store, (*parameters,), (*values,), options
+        x, None if x.requires_grad else anchor(x.device), rule, store, (*parameters,), dtype, options
     )
     return output
 
 
 _AUTOCAST = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """What autocast casts: neither integers nor doubles."""
+
+
+def _cast(parameters: Sequence[Tensor | None], dtype: torch.dtype | None) -> Sequence[Tensor | None]:
+    return parameters if dtype is None else [None if p is None else p.detach().to(dtype) for p in parameters]
 
 
 class _Deferred(torch.autograd.Function):
@@ -75,17 +79,22 @@ class _Deferred(torch.autograd.Function):
         rule: Rule,
         store: WeightStore,
         parameters: tuple[Tensor | None, ...],
-        values: tuple[Tensor | None, ...],
+        dtype: torch.dtype | None,
         options: Options,
     ) -> Tensor:
-        ctx.rule, ctx.store, ctx.parameters, ctx.options = rule, store, parameters, options
-        ctx.save_for_backward(x, *values)
-        return rule.forward(x, values, options)
+        ctx.rule, ctx.store, ctx.parameters, ctx.dtype, ctx.options = rule, store, parameters, dtype, options
+        ctx.save_for_backward(x, *parameters)  # the parameters themselves: copies that autocast makes would pile up
+        return rule.forward(x, _cast(parameters, dtype), options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *values = ctx.saved_tensors
+        x, *parameters = ctx.saved_tensors
         rule: Rule = ctx.rule
+        if not ctx.store.in_backward or torch.is_grad_enabled():
+            raise PipelineError(
+                "a layer or loss calls autograd.grad (or backward) within its forward, through functions whose weight "
+                "gradients would wait for W; put what it differentiates in `with zerobubble.unsplit():`"
+            )
         bare = x.detach()  # W must not keep the graph alive that made the input
         for parameter, contribution, needs_input in zip(ctx.parameters, rule.contributions, rule.needs_input):
             if parameter is not None and parameter.requires_grad:
@@ -93,7 +102,7 @@ class _Deferred(torch.autograd.Function):
                 ctx.store.add(parameter, contribution, kept, grad, parameter.shape, ctx.options)
         grad_x = None
         if rule.input_gradient is not None and ctx.needs_input_grad[0]:
-            grad_x = rule.input_gradient(grad, x, values, ctx.options)
+            grad_x = rule.input_gradient(grad, x, _cast(parameters, ctx.dtype), ctx.options)
         return grad_x, None, None, None, None, None, None
 
 

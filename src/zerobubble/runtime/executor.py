@@ -90,9 +90,11 @@ class Executor:
     def run_measuring_memory(self, batch: Batch) -> None:
         """As `run`, slower: `live_bytes` then holds the bytes alive after every op, of tensors made since the start."""
         self.live_bytes = []
-        with LiveMemory() as self._memory:
-            self.run(batch)
-        self._memory = None
+        try:
+            with LiveMemory() as self._memory:
+                self.run(batch)
+        finally:
+            self._memory = None
 
     def _run_op(self, task: _Task, batch: Batch) -> None:
         op, results, transport = task.op, self._results, self._transport

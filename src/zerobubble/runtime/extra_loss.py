@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from threading import local
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from zerobubble.errors import PipelineError
@@ -26,17 +27,19 @@ def add_loss(loss: Tensor) -> None:
     Raises:
         PipelineError: not called from a forward that a pipeline runs, or the loss is not 0-dimensional.
     """
+    if torch._C._current_graph_task_id() != -1:
+        return  # a checkpoint runs this forward again, within the backward
     if not hasattr(_here, "losses"):
         raise PipelineError("add_loss must be called in the forward of a layer that a Pipeline runs")
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise PipelineError(f"add_loss takes a 0-dimensional tensor, the loss of one microbatch; got {loss!r}")
-    if _here.losses is not None and loss.requires_grad:
+    if loss.requires_grad:
         _here.losses.append(loss)
 
 
 @contextmanager
-def collecting(losses: list[Tensor] | None) -> Iterator[None]:
-    """Context: `add_loss` appends to `losses`, or does nothing where that is None."""
+def collecting(losses: list[Tensor]) -> Iterator[None]:
+    """Context: `add_loss` appends to `losses`."""
     _here.losses = losses
     try:
         yield

@@ -47,6 +47,23 @@ class LateValue:
 
     __radd__ = __add__
 
+    def __sub__(self, other: SupportsFloat) -> float:
+        return self.item() - float(other)
+
+    def __rsub__(self, other: SupportsFloat) -> float:
+        return float(other) - self.item()
+
+    def __mul__(self, other: SupportsFloat) -> float:
+        return self.item() * float(other)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> float:
+        return -self.item()
+
+    def __abs__(self) -> float:
+        return abs(self.item())
+
     def __truediv__(self, other: SupportsFloat) -> float:
         return self.item() / float(other)
 

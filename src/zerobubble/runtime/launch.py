@@ -121,7 +121,8 @@ def _entry(
 ) -> None:
     os.setpgrp()  # an interrupt reaches the starting process alone, which then stops all ranks at once
     _die_with_parent()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobubble.errors import OptionError
+from zerobubble.errors import OptionError, PipelineError
 from zerobubble.lower import lower
-from zerobubble.runtime.batch import split
+from zerobubble.runtime.batch import samples, split
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.layout import (
     build_layer,
@@ -31,7 +31,7 @@ from zerobubble.schedule import Schedule
 from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from zerobubble.lower import Program
     from zerobubble.runtime.late import LateValue
@@ -62,7 +62,6 @@ class Pipeline:
         device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
-        group: the process group of the pipeline's ranks; by default the whole world.
 
     Attributes:
         module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
@@ -85,7 +84,6 @@ class Pipeline:
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise OptionError(
@@ -96,20 +94,18 @@ class Pipeline:
         bounds = stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
         self.step_count = 0
-        self._device = torch.device(device) if device is not None else _default_device(group)
-        self._world = _world(schedule.num_ranks, self._device, timeout, group)
+        self._device = torch.device(device) if device is not None else _default_device()
+        self._world = _world(schedule.num_ranks, self._device, timeout)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
-        self._rank_of_layer = {
-            number: rank for numbers, rank in zip(bounds, schedule.placement.ranks, strict=True) for number in numbers
-        }
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
-        self._keywords = frozenset().union(*self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
+        self._keywords = _union(self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
+        self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
 
     # ------------------------------------------------------------------------------------------------ training
@@ -137,6 +133,8 @@ class Pipeline:
             OptionError: the batch cannot be cut, or no layer takes a keyword.
             PeerError: another rank failed, died or let the timeout pass.
         """
+        if not torch.is_grad_enabled():
+            raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
         self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
         self.step_count += 1
@@ -166,30 +164,37 @@ class Pipeline:
     ) -> Batch:
         if token_count is not None and not token_count > 0:
             raise OptionError(f"token_count must be a positive number; got {token_count!r}")
-        unknown = sorted(set(keywords) - self._keywords)
-        if unknown:
-            raise OptionError(f"no layer takes a keyword argument {unknown[0]!r}; layers take {sorted(self._keywords)}")
+        names = self._keywords
+        if names is not None and (unknown := sorted(set(keywords) - names)):
+            raise OptionError(f"no layer takes a keyword argument {unknown[0]!r}; layers take {sorted(names)}")
         count = self.schedule.num_microbatches
-        owners = self.schedule.placement.ranks
-        first, last = owners[0] in self._world.ranks, owners[-1] in self._world.ranks
-        input_parts, input_sizes = split(inputs if first else None, count, "inputs")
-        target_parts, target_sizes = split(targets if last else None, count, "targets")
-        keyword_parts, keyword_sizes = split(dict(keywords), count, "keyword arguments")
+        input_sizes, target_sizes = samples(inputs, count, "inputs"), samples(targets, count, "targets")
         if input_sizes and target_sizes and input_sizes != target_sizes:
             raise OptionError(
                 f"inputs have a batch size of {sum(input_sizes)}, targets of {sum(target_sizes)}; they are cut "
                 "together, so they must agree (wrap what every microbatch needs whole in zerobubble.Shared)"
             )
+        keyword_sizes = samples(dict(keywords), count, "keyword arguments")
         sizes = target_sizes or input_sizes or keyword_sizes or [1] * count
+        owners = self.schedule.placement.ranks
+        input_parts = split(inputs if owners[0] in self._world.ranks else None, count)
+        target_parts = split(targets if owners[-1] in self._world.ranks else None, count)
+        keyword_parts = split(dict(keywords), count)
         weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
     def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> None:
+        if self._broken:
+            raise PipelineError(
+                f"an earlier step failed ({self._broken}), so the ranks are no longer in step; start them again"
+            )
         try:
             self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
-        except BaseException:
+        except BaseException as error:
             for stage in self._stages.values():
                 stage.clear()
+            if not self._world.survives:
+                self._broken = f"{type(error).__name__}: {error}"
             raise
         for stage in self._stages.values():
             stage.add_shared_gradients()
@@ -244,8 +249,8 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale all gradients so that their norm over ALL ranks is at most `max_norm`. Collective; waits.
 
-        The sum runs over the parameters in the order of the model, so that the norm and the coefficient are the same
-        bit for bit under every schedule and rank count.
+        The norms of all parameters are summed with one rounding, so that norm and coefficient are the same bit for bit
+        under every schedule and rank count.
 
         Returns:
             The norm before clipping; where it is not finite, nothing is scaled.
@@ -255,21 +260,19 @@ class Pipeline:
         """
         if not max_norm > 0:
             raise OptionError(f"max_norm must be a positive number; got {max_norm!r}")
-        own: dict[int, dict[str, float]] = {rank: {} for rank in self._world.ranks}
-        for name, p in self.named_parameters():
-            if p.grad is not None:
-                norm = torch.linalg.vector_norm(p.grad.double(), norm_type).item()
-                own[self._rank_of_layer[int(name.partition(".")[0])]][name] = norm
-        norms = {name: norm for part in self._world.gather(own) for name, norm in part.items()}
-        ordered = [norms[name] for name in sorted(norms)]
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        own = [torch.linalg.vector_norm(gradient.double(), norm_type) for gradient in gradients]
+        norms = torch.stack(own).tolist() if own else []
+        gathered = self._world.gather(
+            {rank: norms if rank == self._world.ranks[0] else [] for rank in self._world.ranks}
+        )
         if norm_type == float("inf"):
-            total = max(ordered, default=0.0)
-        else:
-            total = fsum(norm**norm_type for norm in ordered) ** (1 / norm_type)
+            total = max(chain.from_iterable(gathered), default=0.0)
+        else:  # fsum rounds once, so that the order does not matter
+            total = fsum(norm**norm_type for norm in chain.from_iterable(gathered)) ** (1 / norm_type)
         if isfinite(total) and total > max_norm:
-            for p in self.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(max_norm / total)
+            for gradient in gradients:
+                gradient.mul_(max_norm / total)
         return total
 
     # ------------------------------------------------------------------------------------------------ measuring
@@ -278,6 +281,7 @@ class Pipeline:
         """The measured timelines of the last steps (256 are kept), oldest first, in ms. Collective.
 
         All clocks are the machine's monotonic clock: between machines they are not comparable.
+        It is read by the host: for CUDA, which computes behind the host's back, the times mean nothing yet.
         """
         recorded = list(self._recorded)[-last:]
         gathered = self._world.gather({rank: [step[rank] for step in recorded] for rank in self._world.ranks})
@@ -343,17 +347,25 @@ class Pipeline:
             executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport)
         return executors
 
-    def _own_keywords(self) -> frozenset[str]:
-        return frozenset().union(*(keyword_names(layer) for layer in self.module.values()))
+    def _own_keywords(self) -> frozenset[str] | None:
+        return _union(keyword_names(layer) for layer in self.module.values())
 
 
-def _default_device(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.is_initialized() and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    """All names together; None, which stands for any name, wins."""
+    listed = list(names)
+    return None if None in listed else frozenset().union(*(part for part in listed if part is not None))
+
+
+def _default_device() -> torch.device:
+    if dist.is_initialized() and torch.cuda.is_available():
+        backend = dist.get_backend()
+        if "nccl" in backend or backend == "undefined":  # undefined: init_process_group() chose by device
+            return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None) -> World:
+def _world(num_ranks: int, device: torch.device, timeout: float) -> World:
     if dist.is_initialized():
-        return DistributedWorld(num_ranks, device, timeout, group)
+        return DistributedWorld(num_ranks, device, timeout)
     return LocalWorld(num_ranks, device, timeout)

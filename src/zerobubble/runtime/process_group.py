@@ -23,14 +23,14 @@ from torch import Tensor
 
 from zerobubble.errors import PeerError, ShapeError
 from zerobubble.runtime.parcel import Parcel, forms_in
-from zerobubble.runtime.status import StatusBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from contextlib import AbstractContextManager
 
     from zerobubble.lower import Message
     from zerobubble.op import Op
+    from zerobubble.runtime.status import StatusBoard
 
 _HEADER_BYTES = 512
 _PATIENCE_SECONDS = 2.0
@@ -54,29 +54,29 @@ class ProcessGroupTransport:
 
     Args:
         rank: of this process in `group`.
-        links: (source, target) of every directed pair of ranks between which messages go.
+        links: the process group of every link (source, target), from `link_groups`.
         device: where tensors are received.
         timeout: seconds that a wait may take.
+        status: what the ranks tell each other when something goes wrong.
         dynamic_shapes: whether tensors may change their form in every step.
-        group: process group of the pipeline's ranks; by default the whole world.
     """
 
     def __init__(
         self,
         rank: int,
-        links: Collection[tuple[int, int]],
+        links: Mapping[tuple[int, int], dist.ProcessGroup],
         device: torch.device,
         timeout: float,
+        status: StatusBoard,
         dynamic_shapes: bool = False,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.turn: AbstractContextManager[object] = nullcontext()
-        self.status = StatusBoard(rank)
+        self.status = status
         self._rank = rank
         self._device = device
         self._timeout = timeout
         self._dynamic = dynamic_shapes
-        self._groups = _link_groups(links, device, timeout, group)
+        self._groups = links
         self._incoming: dict[int, deque[_Incoming]] = {source: deque() for source, _ in links}
         self._arrived: dict[Message, Parcel] = {}
         self._skeletons: dict[tuple[Op, int], Any] = {}
@@ -167,7 +167,7 @@ class ProcessGroupTransport:
             raise ShapeError(
                 f"rank {self._rank}: {message.producer} for rank {message.target} changed from "
                 f"{_forms(known)} to {_forms(parcel.skeleton)}; build the pipeline with dynamic_shapes=True "
-                "if shapes differ between steps"
+                "if shapes, requires_grad or values that are no tensors differ between steps"
             )
         for tensor in parcel.tensors:
             if tensor.numel():
@@ -232,24 +232,21 @@ def _finish(work: dist.Work, tensor: Tensor) -> None:
     stream.synchronize()
 
 
-def _link_groups(
-    links: Collection[tuple[int, int]], device: torch.device, timeout: float, group: dist.ProcessGroup | None
+def link_groups(
+    links: Collection[tuple[int, int]], device: torch.device, timeout: float
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """The process group of every link (source, target), all made up front in one order.
+    """The process group of every link (source, target), all made up front in one order. Collective.
 
     On gloo all links share one group, apart from every other traffic. On NCCL each direction of each pair of
     ranks has its own, so that no link ever waits for another.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     limit = timedelta(seconds=timeout)
     if device.type != "cuda":
-        shared = dist.new_group(ranks, timeout=limit, backend="gloo")
-        return dict.fromkeys(links, shared)
-    groups = {(a, b): dist.new_group([ranks[a], ranks[b]], timeout=limit, backend="nccl") for a, b in sorted(links)}
-    own = dist.get_rank()
+        return dict.fromkeys(links, dist.new_group(timeout=limit, backend="gloo"))
+    groups = {(a, b): dist.new_group([a, b], timeout=limit, backend="nccl") for a, b in links}
     for (a, b), made in groups.items():  # NCCL connects at first use: use every link now, in the same order everywhere
-        if own in (ranks[a], ranks[b]):
-            dist.broadcast(torch.zeros(1, device=device), src=ranks[a], group=made)
+        if dist.get_rank() in (a, b):
+            dist.broadcast(torch.zeros(1, device=device), src=a, group=made)
     return groups
 
 
@@ -270,4 +267,5 @@ def _header(skeleton: Any) -> list[Tensor]:
 
 
 def _forms(skeleton: Any) -> str:
-    return ", ".join(map(str, forms_in(skeleton))) or "no tensor"
+    text = ", ".join(f"{form}{' requiring grad' * form.requires_grad}" for form in forms_in(skeleton))
+    return text or "no tensor"

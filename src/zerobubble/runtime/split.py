@@ -9,6 +9,7 @@ gradient is a cheap by-product of the fused backward, and leaving it for W would
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from zerobubble.errors import PipelineError
 from zerobubble.runtime.deferred import CONVOLUTION, EINSUM, EMBEDDING, LINEAR, MATMUL, PRODUCT, apply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.autograd.graph import GradientEdge
 
@@ -52,7 +53,7 @@ class SplitBackward(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
                 output = handler(self.store, *args, **kwargs)
                 if output is not NotImplemented:
                     return output
@@ -84,6 +85,16 @@ class SplitBackward(TorchFunctionMode):
                 return _opened(func)(*args, **kwargs)
         finally:
             self._open = before
+
+
+@contextmanager
+def unsplit() -> Iterator[None]:
+    """Context: what runs inside is differentiated by plain autograd; nothing of it waits for W.
+
+    For layers and losses that call `torch.autograd.grad` themselves, say for a gradient penalty.
+    """
+    with torch._C.DisableTorchFunction():
+        yield
 
 
 def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], store: WeightStore) -> None:
@@ -121,6 +132,11 @@ def _trains(value: object) -> bool:
     return isinstance(value, torch.nn.Parameter) and value.requires_grad
 
 
+def _defers(value: object) -> bool:
+    """Whether a gradient of this parameter may wait for W (the rules are for real numbers)."""
+    return _trains(value) and not value.is_complex()  # type: ignore[attr-defined]
+
+
 @cache
 def _opened(func: FunctionType) -> FunctionType:
     """`func` without its own override check: the calls inside it (as in attention) then reach the mode one by one."""
@@ -134,7 +150,7 @@ def _opened(func: FunctionType) -> FunctionType:
 
 
 def _linear(store: WeightStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not _trains(weight) or not _leaf(bias):
+    if not _defers(weight) or not _leaf(bias):
         return NotImplemented
     return apply(LINEAR, store, input, (weight, bias))
 
@@ -144,10 +160,10 @@ def _leaf(bias: Tensor | None) -> bool:
     return bias is None or not bias.requires_grad or isinstance(bias, torch.nn.Parameter)
 
 
-def _matmul(store: WeightStore, input: Tensor, other: Tensor) -> Any:
-    if _trains(input) == _trains(other) or min(input.dim(), other.dim()) < 2:
+def _matmul(store: WeightStore, input: Tensor, other: Tensor | None = None, **rest: Any) -> Any:
+    if other is None or rest or _defers(input) == _defers(other) or min(input.dim(), other.dim()) < 2:
         return NotImplemented
-    if _trains(input):
+    if _defers(input):
         return apply(PRODUCT, store, other, (input,), (True,))
     if other.dim() == 2:
         return apply(MATMUL, store, input, (other, None))
@@ -155,11 +171,11 @@ def _matmul(store: WeightStore, input: Tensor, other: Tensor) -> Any:
 
 
 def _einsum(store: WeightStore, equation: Any, *operands: Any) -> Any:
-    if not isinstance(equation, str) or len(operands) != 2 or _trains(operands[0]) == _trains(operands[1]):
+    if not isinstance(equation, str) or len(operands) != 2 or _defers(operands[0]) == _defers(operands[1]):
         return NotImplemented
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     subscripts = inputs.split(",")
-    weight_first = _trains(operands[0])
+    weight_first = _defers(operands[0])
     of_weight, of_x = subscripts if weight_first else subscripts[::-1]
     weight, x = operands if weight_first else operands[::-1]
     if not arrow or "." in equation or not _linear_in_each(of_x, of_weight, output):
@@ -179,7 +195,7 @@ def _linear_in_each(*subscripts: str) -> bool:
 def _addmm(
     store: WeightStore, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Any = None
 ) -> Any:
-    if not _trains(mat2) or not _leaf(input) or _trains(mat1) or (beta, alpha, out) != (1, 1, None):
+    if not _defers(mat2) or not _leaf(input) or _defers(mat1) or (beta, alpha, out) != (1, 1, None):
         return NotImplemented
     return apply(MATMUL, store, mat1, (mat2, input))
 
@@ -194,7 +210,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if not _trains(weight) or max_norm is not None:
+    if not _defers(weight) or max_norm is not None:
         return NotImplemented
     if sparse:
         raise PipelineError(
@@ -216,7 +232,7 @@ def _convolution(dims: int) -> Handler:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        if not _trains(weight) or not _leaf(bias) or isinstance(padding, str) or input.dim() != dims + 2:
+        if not _defers(weight) or not _leaf(bias) or isinstance(padding, str) or input.dim() != dims + 2:
             return NotImplemented
         options = (_each(stride, dims), _each(padding, dims), _each(dilation, dims), False, [0] * dims, groups)
         return apply(CONVOLUTION, store, input, (weight, bias), options)
@@ -236,7 +252,7 @@ def _transposed_convolution(dims: int) -> Handler:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Any:
-        if not _trains(weight) or not _leaf(bias) or input.dim() != dims + 2:
+        if not _defers(weight) or not _leaf(bias) or input.dim() != dims + 2:
             return NotImplemented
         sizes = (_each(stride, dims), _each(padding, dims), _each(dilation, dims))
         return apply(CONVOLUTION, store, input, (weight, bias), (*sizes, True, _each(output_padding, dims), groups))

@@ -21,6 +21,7 @@ from zerobubble.runtime.weight_store import WeightStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from zerobubble.runtime.inlet import Inlet
     from zerobubble.runtime.split import Uses
@@ -153,14 +154,14 @@ class Stage:
         """B: the gradients of the stage's inputs, given those of its outputs; leaves the weights' for W."""
         inlets, edges, weights, store = self._saved.pop(microbatch)
         if edges:
-            with self._own_gradients(), collecting(None):
+            with self._own_gradients(), _no_autocast(self._device):
                 backward(edges, [*(parcel.tensors if parcel else ()), *weights], store)
         self._stores[microbatch] = store
         return pack_gradients(inlet.take() for inlet in inlets)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add the gradients of the weights to `.grad`. Legal with nothing left to add."""
-        with self._own_gradients():
+        with self._own_gradients(), _no_autocast(self._device):
             self._stores.pop(microbatch).run()
 
     @contextmanager
@@ -169,9 +170,11 @@ class Stage:
         others = {parameter: parameter.grad for parameter in self._shared}
         for parameter, own in self._shared.items():
             parameter.grad = own
-        yield
-        for parameter, grad in others.items():
-            self._shared[parameter], parameter.grad = parameter.grad, grad
+        try:
+            yield
+        finally:
+            for parameter, grad in others.items():
+                self._shared[parameter], parameter.grad = parameter.grad, grad
 
     def clear(self) -> None:
         """Forget everything that a broken-off step left behind."""
@@ -191,7 +194,8 @@ class Stage:
                 seed = seed_for(self._seed, batch.step, microbatch, number)
                 for generator in generators:
                     generator.manual_seed(seed)
-                value = call_layer(layer, value, {name: keywords[name] for name in names if name in keywords})
+                taken = keywords if names is None else {name: keywords[name] for name in names if name in keywords}
+                value = call_layer(layer, value, taken)
         return value
 
     def _loss(self, value: Any, batch: Batch, microbatch: int) -> Tensor:
@@ -213,8 +217,23 @@ def call_layer(layer: nn.Module, value: Any, keywords: Mapping[str, Any]) -> Any
     return layer(value, **keywords)
 
 
-def keyword_names(layer: nn.Module) -> frozenset[str]:
-    """The names under which `layer.forward` takes keyword arguments, without its first parameter."""
+def keyword_names(layer: nn.Module) -> frozenset[str] | None:
+    """The names under which `layer.forward` takes keyword arguments, without its first parameter; None for any name.
+
+    Wrappers of torch (compiled and checkpointed modules) are looked through.
+    """
+    for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if isinstance(inner := getattr(layer, wrapped, None), nn.Module):
+            return keyword_names(inner)
     parameters = list(signature(layer.forward).parameters.values())
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        return None
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return frozenset(p.name for i, p in enumerate(parameters) if p.kind in named and (i > 0 or p.kind is named[1]))
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Context for backwards: as under plain PyTorch, they run in the precision of what the forward saved."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

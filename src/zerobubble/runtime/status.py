@@ -8,6 +8,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -16,19 +17,20 @@ if TYPE_CHECKING:
 
 _INTERVAL_SECONDS = 0.5
 _PATIENCE_SECONDS = 2.0
-_FAILED = "zerobubble/failed"
+_FAILED = "failed"
 
 
 class StatusBoard:
     """One rank's view of the board, which lies in the store of `torch.distributed`.
 
-    A thread writes what was finished there twice a second, so that noting an op costs the executor nothing.
+    Boards of different names do not see each other. A thread writes what was finished twice a second, so that noting
+    an op costs the executor nothing.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, name: str) -> None:
         self._rank = rank
+        self._store = PrefixStore(f"zerobubble/{name}", dist.distributed_c10d._get_default_store())
         self._last = _Last(rank)
-        self._store = dist.distributed_c10d._get_default_store()
         stop = Event()
         thread = Thread(target=_publish, args=(self._store, self._last, stop), name="zerobubble-status", daemon=True)
         thread.start()
@@ -88,4 +90,4 @@ def _stop_publishing(stop: Event, thread: Thread) -> None:
 
 
 def _finished_key(rank: int) -> str:
-    return f"zerobubble/finished/{rank}"
+    return f"finished/{rank}"

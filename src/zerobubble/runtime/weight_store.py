@@ -19,15 +19,17 @@ class WeightStore:
     """What B leaves for W: per use of a parameter, the operands of its gradient, and how to compute and add it.
 
     Attributes:
+        in_backward: whether B of this stage and microbatch is running.
         recomputes: whether a forward under this store saved tensors through hooks (activation checkpointing), so that
             the backward must run under the same function mode to recompute the same graph.
     """
 
-    __slots__ = ("_deferred", "_entries", "recomputes")
+    __slots__ = ("_deferred", "_entries", "in_backward", "recomputes")
 
     def __init__(self) -> None:
         self._entries: list[tuple[Tensor, Contribution, tuple[Any, ...]]] = []
         self._deferred: dict[Tensor, None] = {}
+        self.in_backward = False
         self.recomputes = False
 
     def __len__(self) -> int:
@@ -57,9 +59,11 @@ class WeightStore:
         aside = [(parameter, parameter.grad, _silence(parameter)) for parameter in self._deferred]
         for parameter, _, _ in aside:
             parameter.grad = None
+        self.in_backward = True
         try:
             yield
         finally:
+            self.in_backward = False
             for parameter, before, hooks in aside:
                 if parameter.grad is not None:
                     self.add(parameter, _add, parameter.grad)

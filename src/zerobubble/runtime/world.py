@@ -8,6 +8,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 
 from zerobubble.errors import OptionError, PeerError
 from zerobubble.runtime.late import LateValue
-from zerobubble.runtime.process_group import ProcessGroupTransport
+from zerobubble.runtime.process_group import ProcessGroupTransport, link_groups
+from zerobubble.runtime.status import StatusBoard
 from zerobubble.runtime.transport import LocalHub, LocalTransport, Transport
 
 if TYPE_CHECKING:
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+_pipelines = count()
+"""Numbers the pipelines of this process; every process makes them in the same order."""
+
 Link: TypeAlias = "tuple[int, int]"
 
 
@@ -33,6 +40,9 @@ class World(Protocol):
 
     ranks: tuple[int, ...]
     """The ranks that live in this process."""
+
+    survives: bool
+    """Whether all ranks are in step with each other again after one has failed."""
 
     def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
         """A new transport for `rank` over `links` (source, target). Every process makes its transports in one order."""
@@ -49,6 +59,8 @@ class World(Protocol):
 
 class LocalWorld:
     """All ranks in this process, as threads that take turns."""
+
+    survives = True
 
     def __init__(self, num_ranks: int, device: torch.device, timeout: float) -> None:
         self.ranks = tuple(range(num_ranks))
@@ -102,29 +114,32 @@ def _thread_modes(device_type: str) -> Callable[[], AbstractContextManager[objec
 class DistributedWorld:
     """One rank per process of `torch.distributed`."""
 
-    def __init__(
-        self, num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
-    ) -> None:
-        self._group = group
-        self._rank = dist.get_rank(group)
+    survives = False
+
+    def __init__(self, num_ranks: int, device: torch.device, timeout: float) -> None:
+        self._rank = dist.get_rank()
         self.ranks: tuple[int, ...] = (self._rank,)
-        size = dist.get_world_size(group)
+        size = dist.get_world_size()
         if size != num_ranks:
             raise OptionError(
-                f"the schedule has {num_ranks} ranks, but the process group has {size} processes; "
+                f"the schedule has {num_ranks} ranks, but torch.distributed has {size} processes; "
                 f"start {num_ranks} processes or make the schedule for {size} ranks"
             )
         self._num_ranks = num_ranks
         self._device = device
         self._timeout = timeout
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._members = members
-        self._control = dist.new_group(members, timeout=timedelta(seconds=timeout))
-        self._objects = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo")
+        limit = timedelta(seconds=timeout)
+        self._control = dist.new_group(timeout=limit)
+        self._objects = dist.new_group(timeout=limit, backend="gloo")
+        self._status = StatusBoard(self._rank, f"pipeline {next(_pipelines)}")
+        self._links: dict[Link, dist.ProcessGroup] = {}
 
     def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
-        """A transport over point-to-point communication."""
-        return ProcessGroupTransport(rank, links, self._device, self._timeout, dynamic_shapes, self._group)
+        """A transport over point-to-point communication. Links are made once and used by all transports in turn."""
+        new = sorted(set(links) - self._links.keys())
+        if new:
+            self._links.update(link_groups(new, self._device, self._timeout))
+        return ProcessGroupTransport(rank, self._links, self._device, self._timeout, self._status, dynamic_shapes)
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Run the one task of this process."""
@@ -136,14 +151,12 @@ class DistributedWorld:
         tensor = torch.empty((), device=self._device, dtype=torch.float64)
         if value is not None:
             tensor.copy_(value)
-        work = dist.broadcast(tensor, src=self._members[source], group=self._control, async_op=True)
+        work = dist.broadcast(tensor, src=source, group=self._control, async_op=True)
         assert work is not None
 
         def resolve() -> Tensor:
-            try:
+            with self._naming(f"the loss of rank {source}"):
                 work.wait()
-            except RuntimeError as error:
-                raise PeerError(f"rank {self._rank} waited for the loss of rank {source}: {error}") from None
             return tensor
 
         return LateValue(resolve)
@@ -151,5 +164,18 @@ class DistributedWorld:
     def gather(self, values: Mapping[int, T]) -> list[T]:
         """Exchange the values on the CPU."""
         gathered: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(gathered, values[self._rank], group=self._objects)
+        with self._naming("what all ranks exchange (every rank must make this call)"):
+            dist.all_gather_object(gathered, values[self._rank], group=self._objects)
         return gathered
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Context: a failed wait for `what` becomes an error that says so, and why."""
+        begin = monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            late = monotonic() - begin >= self._timeout
+            trouble = f"not there after {self._timeout:g} s" if late else "a connection was closed"
+            cause = self._status.failure() or str(error)
+            raise PeerError(f"rank {self._rank} waited for {what}: {trouble}. Cause: {cause}.") from None
