@@ -196,14 +196,6 @@ def test_progress_and_time_limit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("p", "m", "seconds"), [(32, 256, 5), (64, 512, 20)])
-def test_quick_is_quick(p, m, seconds):
-    begin = process_time()
-    plan(profiled_costs("28.3B/p32/m256"), p, m, memory_limit=p, effort="quick")
-    assert process_time() - begin < seconds
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("row", profiles())
 def test_table_5_large_cells(row):
     test_table_5_cells(row, "ZB-2p", 2)

@@ -1,9 +1,8 @@
 """Claim: at every memory limit our plan costs no more than the best schedule of the peers that fits.
 
 `instances.json` holds mixed problems, each with the cost and peak memory of schedules of the paper authors' Megatron-LM
-fork ("sail") and of torch.distributed.pipelining 2.13 ("torch"), all simulated with the same times; it is a copy of the
-file of that name under `shared/bench`, where `peers.md` describes it. Every plan is simulated from scratch here, and
-written as a CSV so that anyone can do so again.
+fork ("sail") and of torch.distributed.pipelining 2.13 ("torch"), all simulated with the same times. Every plan is
+simulated from scratch here, and written as a CSV so that anyone can do so again.
 
     python benchmarks/planner_vs_peers/run.py --instances benchmarks/planner_vs_peers/instances.json \
         --json planner.json --schedules plans/
