@@ -82,6 +82,13 @@ def test_never_worse_than_a_handcrafted_schedule_that_fits(request_):
                 assert found.timeline.cost <= other.cost
 
 
+def test_undivided_backwards_win_where_b_leaves_more_than_it_found():
+    """M_W > M_B: within two microbatches of memory only GPipe's BW let both forwards run first."""
+    given_costs = Costs(1, 1, 1, communication=1, weight_memory=2)
+    found = plan(given_costs, 2, 2, memory_limit=2, placement="linear", effort="quick")
+    assert found.timeline.cost <= simulate(generate("gpipe", 2, 2), given_costs).cost == 11
+
+
 @pytest.mark.parametrize(("style", "p", "m"), [("linear", 4, 8), ("v", 3, 4)])
 def test_more_memory_is_never_worse(style, p, m):
     given_costs = Costs(3, 4, 2, communication=0.3, weight_memory=0.4).split(1 if style == "linear" else 2)

@@ -301,10 +301,15 @@ def _exactly(
 
 
 def _cheaper_undivided(problem: Problem, costs: Costs, timeline: Timeline) -> Timeline:
-    """A handcrafted schedule with undivided backwards, where those cost less than their parts and it beats the plan."""
+    """A handcrafted schedule with undivided backwards that beats the plan.
+
+    That can be where they take less time than their parts, or where what B leaves is more than what it found.
+    """
     stage_costs, placement = problem.costs, problem.placement
     parts = map(sum, zip(stage_costs.backward_input, stage_costs.backward_weight))
-    if all(full >= split for full, split in zip(stage_costs.backward_full, parts)):
+    slower = all(full >= split for full, split in zip(stage_costs.backward_full, parts))
+    lighter = all(w <= b for w, b in zip(stage_costs.weight_memory, stage_costs.activation_memory))
+    if slower and lighter:
         return timeline
     chunks = placement.num_stages // placement.num_ranks
     for generator in GENERATORS.values():
