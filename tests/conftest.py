@@ -14,8 +14,14 @@ if TYPE_CHECKING:
 
 GOLDEN = Path(__file__).parent / "golden"
 
-settings.register_profile("everyday", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("thorough", settings.get_profile("everyday"), max_examples=2000)
+settings.register_profile(
+    "everyday",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,  # there the same examples each time
+)
+settings.register_profile("thorough", settings.get_profile("everyday"), max_examples=2000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import costs, placements, random_schedule
 
 from zerobubble import Costs, Kind, Placement, generate, simulate
-from zerobubble.bounds import lower_bound, lower_bounds
+from zerobubble.bounds import _most_work_held, lower_bound, lower_bounds
 from zerobubble.errors import OptionError
 from zerobubble.op import B, F, Op
 from zerobubble.paper import profiled_costs, profiles
@@ -142,3 +142,9 @@ def test_what_is_out_of_range_is_refused(m, limit):
     placement = Placement.linear(2)
     with pytest.raises(OptionError):
         lower_bound(Costs().resolve(placement), placement, m, limit)
+
+
+def test_memory_used_up_to_the_last_bit_leaves_no_negative_room():
+    """3.9 / 14 * 14 is a little more than 3.9, and what holds no memory was then divided by it."""
+    assert 3.9 / 14 * 14 > 3.9
+    assert _most_work_held([(14.0, 28.0, 1), (0.0, 0.0, 4)], 3.9) == 3.9 / 14 * 28

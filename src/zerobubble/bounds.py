@@ -230,5 +230,5 @@ def _most_work_held(kept: Sequence[tuple[float, float, int]], room: float) -> fl
     for memory, work, count in sorted(kept, key=lambda each: -each[1] / (each[0] or 1e-300)):
         share = count if memory * count <= room else room / memory
         total += share * work
-        room -= share * memory
+        room = max(room - share * memory, 0.0)  # rounding must not make it negative
     return total
