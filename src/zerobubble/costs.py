@@ -89,7 +89,7 @@ class Costs:
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        lengths = {key: len(getattr(self, key)) for key in _PER_STAGE if isinstance(getattr(self, key), tuple)}
+        lengths = {key: len(getattr(self, key)) for key in PER_STAGE_KEYS if isinstance(getattr(self, key), tuple)}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f'"{key}" has {length}' for key, length in lengths.items())
             raise CostsError(f"costs: every list must have one entry per stage, so all the same length; {listed}")
@@ -97,11 +97,11 @@ class Costs:
     @property
     def num_stages(self) -> int | None:
         """The length of the lists, or None where every value is a single number."""
-        return next((len(getattr(self, key)) for key in _PER_STAGE if isinstance(getattr(self, key), tuple)), None)
+        return next((len(getattr(self, key)) for key in PER_STAGE_KEYS if isinstance(getattr(self, key), tuple)), None)
 
     def split(self, parts: int) -> Costs:
         """The same model cut finer: every stage in `parts` equal stages, with 1/`parts` of its time and memory."""
-        cut: dict[str, Any] = {key: _split(getattr(self, key), parts) for key in _PER_STAGE}
+        cut: dict[str, Any] = {key: _split(getattr(self, key), parts) for key in PER_STAGE_KEYS}
         return replace(self, **cut)
 
     def resolve(self, placement: Placement) -> StageCosts:
@@ -118,7 +118,7 @@ class Costs:
                 f"give {stages} entries, or a number that divides {stages} so that each stage can be cut evenly"
             )
         costs = self.split(parts) if parts > 1 else self
-        full = {key: _spread(getattr(costs, key), stages) for key in _PER_STAGE if getattr(costs, key) is not None}
+        full = {key: _spread(getattr(costs, key), stages) for key in PER_STAGE_KEYS if getattr(costs, key) is not None}
         full.setdefault(
             "backward_full", tuple(b + w for b, w in zip(full["backward_input"], full["backward_weight"], strict=True))
         )
@@ -185,7 +185,7 @@ class Costs:
         return json.dumps({key: value for key, value in data.items() if value is not None}, indent=2)
 
 
-_PER_STAGE = (
+PER_STAGE_KEYS = (
     "forward",
     "backward_input",
     "backward_weight",
@@ -193,7 +193,8 @@ _PER_STAGE = (
     "activation_memory",
     "weight_memory",
 )
-_NUMERIC = (*_PER_STAGE, "communication")
+"""The keys of a costs file that have one value per stage."""
+_NUMERIC = (*PER_STAGE_KEYS, "communication")
 
 
 def _checked(key: str, value: object) -> PerStage:

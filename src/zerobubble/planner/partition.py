@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from zerobubble.costs import PER_STAGE_KEYS
 from zerobubble.errors import CostsError, OptionError
 from zerobubble.schedule import Placement
 
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 Partition: TypeAlias = tuple[int, ...]
 """Layers per stage, in data-flow order."""
 
-_SUMMED = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "backward_full",
-    "activation_memory",
-    "weight_memory",
-)
 _HALVINGS = 30
 _RESTARTS = 12
 """Disturbed and improved again so often, a partition of several chunks per rank gets better."""
@@ -55,7 +48,7 @@ def stage_costs_for(layers: Costs, partition: Sequence[int]) -> Costs:
             "every stage needs at least one, and all together must be as many as there are"
         )
     ends = list(accumulate(partition))
-    summed: dict[str, Any] = {key: _summed(getattr(layers, key), partition) for key in _SUMMED}
+    summed: dict[str, Any] = {key: _summed(getattr(layers, key), partition) for key in PER_STAGE_KEYS}
     hops = layers.communication
     if isinstance(hops, tuple) and len(hops) == count - 1:
         summed["communication"] = tuple(hops[end - 1] for end in ends[:-1])

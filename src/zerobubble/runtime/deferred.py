@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.inlet import anchor
+from zerobubble.runtime.weight_store import accumulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,10 +107,6 @@ class _Deferred(torch.autograd.Function):
         return grad_x, None, None, None, None, None, None
 
 
-def _added(accumulator: Tensor | None, gradient: Tensor) -> Tensor:
-    return gradient if accumulator is None else accumulator.add_(gradient)
-
-
 def _matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
@@ -128,7 +125,7 @@ def _add_row_sum(
 ) -> Tensor:
     if accumulator is None and grad.shape == shape:
         return grad.clone()  # others may hold the output gradient, and later ones are added in place
-    return _added(accumulator, grad.sum_to_size(shape))
+    return accumulate(accumulator, grad.sum_to_size(shape))
 
 
 # linear: x [..., in], weight [out, in], bias [out] -> [..., out]
@@ -194,7 +191,7 @@ def _product_weight(
     accumulator: Tensor | None, x: Tensor | None, grad: Tensor, shape: torch.Size, options: Options
 ) -> Tensor:
     assert x is not None
-    return _added(accumulator, (grad @ x.mT if options[0] else x.mT @ grad).sum_to_size(shape))
+    return accumulate(accumulator, (grad @ x.mT if options[0] else x.mT @ grad).sum_to_size(shape))
 
 
 PRODUCT = Rule(_product_forward, _product_input, (_product_weight,), (True,))
@@ -218,7 +215,7 @@ def _einsum_weight(
     accumulator: Tensor | None, x: Tensor | None, grad: Tensor, _shape: torch.Size, options: Options
 ) -> Tensor:
     of_x, of_weight, of_output, _ = options
-    return _added(accumulator, torch.einsum(f"{of_output},{of_x}->{of_weight}", grad, x))
+    return accumulate(accumulator, torch.einsum(f"{of_output},{of_x}->{of_weight}", grad, x))
 
 
 EINSUM = Rule(_einsum_forward, _einsum_input, (_einsum_weight,), (True,))
@@ -236,7 +233,7 @@ def _embedding_weight(
     accumulator: Tensor | None, x: Tensor | None, grad: Tensor, shape: torch.Size, options: Options
 ) -> Tensor:
     padding, by_frequency = options
-    return _added(accumulator, torch.ops.aten.embedding_dense_backward(grad, x, shape[0], padding, by_frequency))
+    return accumulate(accumulator, torch.ops.aten.embedding_dense_backward(grad, x, shape[0], padding, by_frequency))
 
 
 EMBEDDING = Rule(_embedding_forward, None, (_embedding_weight,), (True,))
@@ -260,13 +257,13 @@ def _convolution_weight(
 ) -> Tensor:
     wanted = [False, True, False]
     like = grad.new_empty(()).expand(shape)  # only its shape is used
-    return _added(accumulator, torch.ops.aten.convolution_backward(grad, x, like, None, *options, wanted)[1])
+    return accumulate(accumulator, torch.ops.aten.convolution_backward(grad, x, like, None, *options, wanted)[1])
 
 
 def _convolution_bias(
     accumulator: Tensor | None, _x: Tensor | None, grad: Tensor, shape: torch.Size, _options: Options
 ) -> Tensor:
-    return _added(accumulator, grad.sum([0, *range(2, grad.dim())]).reshape(shape))
+    return accumulate(accumulator, grad.sum([0, *range(2, grad.dim())]).reshape(shape))
 
 
 CONVOLUTION = Rule(_convolution_forward, _convolution_input, (_convolution_weight, _convolution_bias), (True, False))

@@ -17,7 +17,7 @@ from zerobubble.runtime.parcel import Parcel, pack, pack_gradients, unpack
 from zerobubble.runtime.randomness import own_randomness, seed_for
 from zerobubble.runtime.split import SplitBackward, backward
 from zerobubble.runtime.split_report import ParameterSplit, describe
-from zerobubble.runtime.weight_store import WeightStore
+from zerobubble.runtime.weight_store import WeightStore, accumulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,7 +106,7 @@ class Stage:
         """At the end of a step: add what this stage found for the parameters that it shares to their `.grad`."""
         for parameter, gradient in self._shared.items():
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = accumulate(parameter.grad, gradient)
                 self._shared[parameter] = None
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -66,7 +66,7 @@ class WeightStore:
             self.in_backward = False
             for parameter, before, hooks in aside:
                 if parameter.grad is not None:
-                    self.add(parameter, _add, parameter.grad)
+                    self.add(parameter, accumulate, parameter.grad)
                 parameter.grad = before
                 for place, functions in hooks:
                     place.update(functions)
@@ -93,7 +93,8 @@ class WeightStore:
         return [value for *_, operands in self._entries for value in operands if isinstance(value, Tensor)]
 
 
-def _add(accumulator: Tensor | None, gradient: Tensor) -> Tensor:
+def accumulate(accumulator: Tensor | None, gradient: Tensor) -> Tensor:
+    """Add `gradient` to `accumulator` in place; without one, `gradient` becomes it."""
     return gradient if accumulator is None else accumulator.add_(gradient)
 
 
@@ -114,6 +115,6 @@ def _add_through_hooks(parameter: Tensor, gradient: Tensor) -> None:
     for hook in tuple((parameter._backward_hooks or {}).values()):
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    parameter.grad = accumulate(parameter.grad, gradient)
     for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
