@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zerobubble.runtime.layout import Layer
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
+    from zerobubble.runtime.transport import Transport
     from zerobubble.runtime.world import World
 
 _RECORDED_STEPS = 256
@@ -62,6 +63,7 @@ class Pipeline:
         device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
+        wrap_transport: applied to every rank's transport, to emulate slow links or observe messages.
 
     Attributes:
         module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
@@ -84,6 +86,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
+        wrap_transport: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
         if not isinstance(schedule, Schedule):
             raise OptionError(
@@ -95,6 +98,7 @@ class Pipeline:
         self.schedule = schedule
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
+        self._wrap_transport = wrap_transport
         self._world = _world(schedule.num_ranks, self._device, timeout)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
@@ -343,7 +347,7 @@ class Pipeline:
         links = {link for program in programs for link in program.links}
         executors = {}
         for rank in self._world.ranks:
-            transport = self._world.transport(rank, links, dynamic_shapes)
+            transport = self._wrap_transport(self._world.transport(rank, links, dynamic_shapes))
             executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport)
         return executors
 
