@@ -61,6 +61,7 @@ class Pipeline:
         seed: base of all randomness: initial weights of functions in `layers`, and dropout, whose masks depend on
             (seed, step, microbatch, layer) only.
         device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
+        group: the processes of this pipeline, one per rank, in order; by default all. Others need not make the call.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
         wrap_transport: applied to every rank's transport, to emulate slow links or observe messages.
@@ -84,6 +85,7 @@ class Pipeline:
         partition: Sequence[int] | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
         wrap_transport: Callable[[Transport], Transport] = lambda transport: transport,
@@ -99,7 +101,7 @@ class Pipeline:
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
         self._wrap_transport = wrap_transport
-        self._world = _world(schedule.num_ranks, self._device, timeout)
+        self._world = _world(schedule.num_ranks, self._device, timeout, group)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
@@ -140,10 +142,10 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
-        self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
+        loss = self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
         self.step_count += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
-        return self._loss(batch)
+        return loss
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any
@@ -157,11 +159,10 @@ class Pipeline:
         try:
             batch = self._batch(_EVALUATION_STEP, inputs, targets, token_count, keywords)
             with torch.no_grad():
-                self._run({rank: executor.run for rank, executor in self._evaluators.items()}, batch)
+                return self._run({rank: executor.run for rank, executor in self._evaluators.items()}, batch)
         finally:
             for module, training in modes.items():
                 module.training = training
-        return self._loss(batch)
 
     def _batch(
         self, step: int, inputs: Any, targets: Any, token_count: float | None, keywords: Mapping[str, Any]
@@ -187,11 +188,13 @@ class Pipeline:
         weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
-    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> None:
+    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> LateValue:
+        """Run the ranks that live here. Returns the loss."""
         if self._broken:
             raise PipelineError(
                 f"an earlier step failed ({self._broken}), so the ranks are no longer in step; start them again"
             )
+        loss, give_loss = self._world.number_from(self.schedule.placement.ranks[-1])
         try:
             self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
         except BaseException as error:
@@ -202,9 +205,9 @@ class Pipeline:
             raise
         for stage in self._stages.values():
             stage.add_shared_gradients()
-
-    def _loss(self, batch: Batch) -> LateValue:
-        return self._world.from_rank(self.schedule.placement.ranks[-1], batch.total_loss() if batch.losses else None)
+        if batch.losses:
+            give_loss(batch.total_loss())
+        return loss
 
     # ------------------------------------------------------------------------------------------------ model
 
@@ -369,7 +372,7 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _world(num_ranks: int, device: torch.device, timeout: float) -> World:
+def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None) -> World:
     if dist.is_initialized():
-        return DistributedWorld(num_ranks, device, timeout)
+        return DistributedWorld(num_ranks, device, timeout, group)
     return LocalWorld(num_ranks, device, timeout)
