@@ -14,6 +14,7 @@ from zerobubble.cli.emulate import emulate
 from zerobubble.cli.output import console, print_error
 from zerobubble.cli.paper import paper
 from zerobubble.cli.plan import plan
+from zerobubble.cli.profile import profile
 from zerobubble.cli.schedules import schedules
 from zerobubble.cli.show import show
 from zerobubble.cli.simulate import simulate
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (demo, plan, simulate, emulate, show, schedules, paper):
+for _command in (demo, plan, simulate, emulate, profile, show, schedules, paper):
     app.command()(_command)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import PeerError
 from zerobubble.lower import Receive, Run, Send
 from zerobubble.op import Kind, Op
+from zerobubble.runtime.clock import HOST_CLOCK, Clock
 from zerobubble.runtime.live_memory import LiveMemory
 
 if TYPE_CHECKING:
@@ -40,15 +40,24 @@ class Executor:
         stages: this rank's stages by number.
         num_stages: of the whole pipeline.
         transport: carries the messages.
+        clock: tells when ops start and end.
     """
 
-    def __init__(self, program: Program, stages: Mapping[int, Stage], num_stages: int, transport: Transport) -> None:
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        num_stages: int,
+        transport: Transport,
+        clock: Clock = HOST_CLOCK,
+    ) -> None:
         self.rank = program.rank
-        self.starts: list[int] = []
-        self.ends: list[int] = []
+        self.starts: list[Any] = []
+        self.ends: list[Any] = []
         self.live_bytes: list[int] = []
         self._memory: LiveMemory | None = None
         self._transport = transport
+        self._now = clock.now
         self._results: dict[Op, Parcel] = {}
         self._plan: list[_Task | Receive | Send] = [
             self._task(i, stages, num_stages) if isinstance(i, Run) else i for i in program.instructions
@@ -62,7 +71,7 @@ class Executor:
         return _Task(op, stages[op.stage], run.awaits, source, result(op) if feeds_another else None)
 
     def run(self, batch: Batch) -> None:
-        """Run the program once. `starts` and `ends` then hold the clock (ns) of every op, in order.
+        """Run the program once. `starts` and `ends` then hold the clock's marks of every op, in order.
 
         Raises:
             PeerError: another rank failed, died or let the timeout pass.
@@ -102,9 +111,9 @@ class Executor:
             results[message.producer] = transport.receive(message)
         parcel = results.pop(task.source) if task.source else None
         with transport.turn:
-            self.starts.append(perf_counter_ns())
+            self.starts.append(self._now())
             made = _compute(task.stage, op, batch, parcel)
-            self.ends.append(perf_counter_ns())
+            self.ends.append(self._now())
         del parcel
         if task.makes is not None and made is not None:
             results[task.makes] = made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 from zerobubble.runtime.emulation import emulated_loss, emulation
 from zerobubble.runtime.launch import launch
 from zerobubble.runtime.pipeline import Pipeline
+from zerobubble.runtime.profile import spread
 from zerobubble.simulate import simulate
 
 if TYPE_CHECKING:
@@ -88,14 +89,6 @@ class Rehearsal:
         The ops' times are those that were to be emulated: what the runtime adds to them counts as bubble.
         """
         return 1 - self.simulated.work / 1e3 / self.step_seconds_measured if self.step_seconds_measured else 0.0
-
-
-def spread(values: Sequence[float]) -> float:
-    """The distance between the quartiles; 0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    first, _, third = quantiles(values, method="inclusive")
-    return third - first
 
 
 def rehearse(

@@ -17,8 +17,8 @@ from zerobubble import notation
 from zerobubble.op import Kind, Op
 from zerobubble.runtime.emulation import Times, emulated_loss, sleep_until, work
 from zerobubble.runtime.live_memory import LiveMemory
+from zerobubble.runtime.profile import timeline_of
 from zerobubble.runtime.rehearsal import WARM_UP_STEPS, RankResult, timed_steps
-from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ def run_in_torch(report: Callable[[Any], None], schedule: Schedule, stages: Emul
         step()
     gathered: list[Any] = [None] * schedule.num_ranks
     dist.all_gather_object(gathered, own)
-    timelines = [_timeline(schedule, rows) for rows in zip(*gathered)] if rank == 0 else []
+    timelines = [timeline_of(schedule, rows) for rows in zip(*gathered)] if rank == 0 else []
     return RankResult(seconds, memory.peak, tuple(timelines))
 
 
@@ -132,8 +132,8 @@ class _Weight(torch.autograd.Function):
         return grad.new_zeros(1), None
 
 
-def _rows(schedule: Schedule, rank: int, modules: dict[int, _Stage], step: int) -> list[_Interval]:
-    """When each op of the rank ran in a step. A stage runs the ops of a kind in the order of the schedule."""
+def _rows(schedule: Schedule, rank: int, modules: dict[int, _Stage], step: int) -> tuple[list[int], list[int]]:
+    """When each op of the rank started and ended in a step. A stage runs the ops of a kind in the schedule's order."""
     count, taken = schedule.num_microbatches, dict.fromkeys(((s, k) for s in modules for k in Kind), 0)
 
     def interval(op: Op, kind: Kind) -> _Interval:
@@ -141,18 +141,11 @@ def _rows(schedule: Schedule, rank: int, modules: dict[int, _Stage], step: int) 
         taken[op.stage, kind] += 1
         return modules[op.stage].marks[kind][step * count + position]
 
-    rows = []
+    rows: list[_Interval] = []
     for op in schedule.orders[rank]:
         if op.kind is Kind.BW:
             parts = interval(op, Kind.B), interval(op, Kind.W)
             rows.append((min(begin for begin, _ in parts), max(end for _, end in parts)))
         else:
             rows.append(interval(op, op.kind))
-    return rows
-
-
-def _timeline(schedule: Schedule, rows: tuple[list[_Interval], ...]) -> Timeline:
-    begin = min(start for row in rows for start, _ in row)
-    starts = tuple(tuple((start - begin) / 1e6 for start, _ in row) for row in rows)
-    ends = tuple(tuple((end - begin) / 1e6 for _, end in row) for row in rows)
-    return Timeline(schedule, starts, ends, unit="ms")
+    return [begin for begin, _ in rows], [end for _, end in rows]
