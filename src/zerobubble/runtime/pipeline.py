@@ -28,6 +28,7 @@ from zerobubble.runtime.layout import (
     used_by_several,
 )
 from zerobubble.runtime.profile import MemoryTrace, measured_profile, timeline_of
+from zerobubble.runtime.randomness import own_randomness
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
@@ -229,7 +230,8 @@ class Pipeline:
             )
         loss, give_loss = self._world.number_from(self.schedule.placement.ranks[-1])
         try:
-            self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
+            with own_randomness(self._device):
+                self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
         except BaseException as error:
             for stage in self._stages.values():
                 stage.clear()
