@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import PeerError
-from zerobubble.lower import Receive, Run, Send
+from zerobubble.lower import Receive, Run, Validate
 from zerobubble.op import Kind, Op
 from zerobubble.runtime.live_memory import LiveMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from zerobubble.lower import Message, Program
+    from zerobubble.lower import Message, Program, Send
     from zerobubble.runtime.parcel import Parcel
     from zerobubble.runtime.stage import Batch, Stage
     from zerobubble.runtime.transport import Transport
@@ -40,17 +40,28 @@ class Executor:
         stages: this rank's stages by number.
         num_stages: of the whole pipeline.
         transport: carries the messages.
+        validate: asked at the program's `Validate`: whether the optimizer's last step was amended, so that the batch
+            starts again.
     """
 
-    def __init__(self, program: Program, stages: Mapping[int, Stage], num_stages: int, transport: Transport) -> None:
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        num_stages: int,
+        transport: Transport,
+        validate: Callable[[Batch], bool] = lambda _: False,
+    ) -> None:
         self.rank = program.rank
+        self.discarded: list[tuple[list[int], list[int]]] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.live_bytes: list[int] = []
         self._memory: LiveMemory | None = None
         self._transport = transport
         self._results: dict[Op, Parcel] = {}
-        self._plan: list[_Task | Receive | Send] = [
+        self._validate = validate
+        self._plan: list[_Task | Receive | Send | Validate] = [
             self._task(i, stages, num_stages) if isinstance(i, Run) else i for i in program.instructions
         ]
 
@@ -62,13 +73,21 @@ class Executor:
         return _Task(op, stages[op.stage], run.awaits, source, result(op) if feeds_another else None)
 
     def run(self, batch: Batch) -> None:
-        """Run the program once. `starts` and `ends` then hold the clock (ns) of every op, in order.
+        """Run the program. `starts` and `ends` then hold the clock (ns) of every op, in order.
+
+        Where the optimizer's last step was amended, `discarded` holds the clock of the ops that had to run again.
 
         Raises:
             PeerError: another rank failed, died or let the timeout pass.
             Exception: whatever an op raised.
         """
-        self.starts, self.ends = [], []
+        self.discarded = []
+        while not self._run_once(batch):
+            self.discarded.append((self.starts, self.ends))
+
+    def _run_once(self, batch: Batch) -> bool:
+        """Run the program to its end; or return False at its `Validate`, ready to start again."""
+        self.starts, self.ends, self.live_bytes = [], [], []
         self._results.clear()
         transport, results = self._transport, self._results
         item = None
@@ -78,18 +97,22 @@ class Executor:
                     self._run_op(item, batch)
                 elif isinstance(item, Receive):
                     transport.post(item.message)
-                else:
+                elif not isinstance(item, Validate):
                     transport.send(item.message, results.pop(item.message.producer))
+                elif self._validate(batch):
+                    for message in item.stale:
+                        transport.receive(message)
+                    return False
         except BaseException as error:
             where = f"{item.op} of step {batch.step}" if isinstance(item, _Task) else f"step {batch.step}"
             if not isinstance(error, PeerError) and hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"This happened on rank {self.rank}, in {where}.")
             transport.failed(error, where)
             raise
+        return True
 
     def run_measuring_memory(self, batch: Batch) -> None:
         """As `run`, slower: `live_bytes` then holds the bytes alive after every op, of tensors made since the start."""
-        self.live_bytes = []
         try:
             with LiveMemory() as self._memory:
                 self.run(batch)
@@ -121,7 +144,7 @@ def _compute(stage: Stage, op: Op, batch: Batch, parcel: Parcel | None) -> Parce
     if kind is Kind.W:
         stage.backward_weight(microbatch)
         return None
-    gradients = stage.backward_input(microbatch, parcel)
+    gradients = stage.backward_input(microbatch, parcel, batch.loss_scale)
     if kind is Kind.BW:
         stage.backward_weight(microbatch)
     return gradients

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 from itertools import chain
-from math import fsum, isfinite
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from zerobubble.errors import OptionError, PipelineError
 from zerobubble.lower import lower
 from zerobubble.runtime.batch import samples, split
 from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.grad_norm import check_clipping, clip_coefficient, gradient_norms, total_norm
 from zerobubble.runtime.layout import (
     build_layer,
     checked_layers,
@@ -26,6 +27,7 @@ from zerobubble.runtime.layout import (
 from zerobubble.runtime.profile import MemoryTrace
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
+from zerobubble.runtime.validation import Validation
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
 from zerobubble.schedule import Schedule
 from zerobubble.timeline import Timeline
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 
 _RECORDED_STEPS = 256
 _EVALUATION_STEP = -1
+
+_alive: WeakSet[Pipeline] = WeakSet()
+"""The pipelines of this process: an optimizer finds its own by its parameters."""
 
 
 class Pipeline:
@@ -67,6 +72,7 @@ class Pipeline:
         module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
         step_count: training steps taken; set it when you resume a run.
         schedule: the schedule.
+        validation: where optimizers that step ahead report.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -102,11 +108,13 @@ class Pipeline:
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
+        self.validation = Validation(self.module, self._stages.values(), self._device)
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._keywords = _union(self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
+        _alive.add(self)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -136,6 +144,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
+        self.validation.begin()
         self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
         self.step_count += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
@@ -148,6 +157,7 @@ class Pipeline:
 
         Collective: every rank must call it. Shapes may differ from those of training, and from call to call.
         """
+        self.validation.finish()
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
@@ -206,14 +216,17 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that live here, for an optimizer."""
+        self.validation.finish()
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that live here; names start with the number of the layer in the model."""
+        self.validation.finish()
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the layers that live here. The union over all ranks is complete and independent of the layout."""
+        self.validation.finish()
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,6 +235,7 @@ class Pipeline:
         Raises:
             OptionError: an entry of a layer that lives here is missing or has another shape.
         """
+        self.validation.finish()
         own = self.module.state_dict()
         missing = [name for name in own if name not in state]
         if missing:
@@ -256,23 +270,19 @@ class Pipeline:
             The norm before clipping; where it is not finite, nothing is scaled.
 
         Raises:
-            OptionError: `max_norm` is not positive.
+            OptionError: `max_norm` or `norm_type` is not positive.
         """
-        if not max_norm > 0:
-            raise OptionError(f"max_norm must be a positive number; got {max_norm!r}")
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        own = [torch.linalg.vector_norm(gradient.double(), norm_type) for gradient in gradients]
-        norms = torch.stack(own).tolist() if own else []
+        check_clipping(max_norm, norm_type)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norms = gradient_norms(gradients, norm_type).tolist()
         gathered = self._world.gather(
             {rank: norms if rank == self._world.ranks[0] else [] for rank in self._world.ranks}
         )
-        if norm_type == float("inf"):
-            total = max(chain.from_iterable(gathered), default=0.0)
-        else:  # fsum rounds once, so that the order does not matter
-            total = fsum(norm**norm_type for norm in chain.from_iterable(gathered)) ** (1 / norm_type)
-        if isfinite(total) and total > max_norm:
+        total = total_norm(chain.from_iterable(gathered), norm_type)
+        coefficient = clip_coefficient(total, max_norm)
+        if coefficient != 1.0:
             for gradient in gradients:
-                gradient.mul_(max_norm / total)
+                gradient.mul_(coefficient)
         return total
 
     # ------------------------------------------------------------------------------------------------ measuring
@@ -306,6 +316,7 @@ class Pipeline:
         Meaningful where every rank has a process of its own.
         """
         batch = self._batch(self.step_count, inputs, targets, None, keywords)
+        self.validation.begin()
         for parameter in self.parameters():  # so that no gradient is allocated while activations are counted
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -344,11 +355,30 @@ class Pipeline:
         executors = {}
         for rank in self._world.ranks:
             transport = self._world.transport(rank, links, dynamic_shapes)
-            executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport)
+            executors[rank] = Executor(
+                programs[rank], self._stages, self.schedule.num_stages, transport, self.validation.check
+            )
         return executors
 
     def _own_keywords(self) -> frozenset[str] | None:
         return _union(keyword_names(layer) for layer in self.module.values())
+
+
+def pipeline_of(parameters: Iterable[nn.Parameter]) -> Pipeline:
+    """The pipeline of this process that all `parameters` belong to.
+
+    Raises:
+        OptionError: there is none, or more than one.
+    """
+    wanted = set(parameters)
+    owners = [pipeline for pipeline in _alive if wanted <= set(pipeline.module.parameters())]
+    if len(owners) != 1:
+        trouble = "belong to several pipelines" if owners else "are not those of one pipeline"
+        raise OptionError(
+            f"the optimizer's parameters {trouble}: build the optimizer from pipeline.parameters(), or say which one "
+            "is meant with pipeline=..."
+        )
+    return owners[0]
 
 
 def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:

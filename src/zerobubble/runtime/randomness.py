@@ -19,13 +19,19 @@ def seed_for(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@contextmanager
-def own_randomness(device: torch.device) -> Iterator[list[torch.Generator]]:
-    """Context: the default generators of the CPU and `device`, to be seeded at will; their state is put back after."""
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that layers on `device` draw from: those of the CPU and of `device`."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """Context: the default generators of the CPU and `device`, to be seeded at will; their state is put back after."""
+    generators = default_generators(device)
     states = [generator.get_state() for generator in generators]
     try:
         yield generators
