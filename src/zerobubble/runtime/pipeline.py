@@ -35,6 +35,8 @@ from zerobubble.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
     from zerobubble.lower import Program
     from zerobubble.runtime.late import LateValue
     from zerobubble.runtime.layout import Layer
@@ -65,6 +67,7 @@ class Pipeline:
         seed: base of all randomness: initial weights of functions in `layers`, and dropout, whose masks depend on
             (seed, step, microbatch, layer) only.
         device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
+        group: the processes of this pipeline, one per rank, in order; by default all. Others need not make the call.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
 
@@ -88,6 +91,7 @@ class Pipeline:
         partition: Sequence[int] | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
     ) -> None:
@@ -101,7 +105,7 @@ class Pipeline:
         self.schedule = schedule
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
-        self._world = _world(schedule.num_ranks, self._device, timeout)
+        self._world = _world(schedule.num_ranks, self._device, timeout, group)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
@@ -111,7 +115,11 @@ class Pipeline:
         self.validation = Validation(self.module, self._stages.values(), self._device)
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
-        self._keywords = _union(self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
+        told = self._world.gather(
+            {rank: (self._own_keywords(), self._num_parameters(rank)) for rank in self._world.ranks}
+        )
+        self._keywords = _union(keywords for keywords, _ in told)
+        self._sizes = [size for _, size in told]
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
         _alive.add(self)
@@ -145,10 +153,10 @@ class Pipeline:
             raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
         self.validation.begin()
-        self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
+        loss = self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
         self.step_count += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
-        return self._loss(batch)
+        return loss
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any
@@ -163,11 +171,10 @@ class Pipeline:
         try:
             batch = self._batch(_EVALUATION_STEP, inputs, targets, token_count, keywords)
             with torch.no_grad():
-                self._run({rank: executor.run for rank, executor in self._evaluators.items()}, batch)
+                return self._run({rank: executor.run for rank, executor in self._evaluators.items()}, batch)
         finally:
             for module, training in modes.items():
                 module.training = training
-        return self._loss(batch)
 
     def _batch(
         self, step: int, inputs: Any, targets: Any, token_count: float | None, keywords: Mapping[str, Any]
@@ -193,11 +200,13 @@ class Pipeline:
         weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
-    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> None:
+    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> LateValue:
+        """Run the ranks that live here. Returns the loss."""
         if self._broken:
             raise PipelineError(
                 f"an earlier step failed ({self._broken}), so the ranks are no longer in step; start them again"
             )
+        loss, give_loss = self._world.number_from(self.schedule.placement.ranks[-1])
         try:
             self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
         except BaseException as error:
@@ -208,9 +217,9 @@ class Pipeline:
             raise
         for stage in self._stages.values():
             stage.add_shared_gradients()
-
-    def _loss(self, batch: Batch) -> LateValue:
-        return self._world.from_rank(self.schedule.placement.ranks[-1], batch.total_loss() if batch.losses else None)
+        if batch.losses:
+            give_loss(batch.total_loss())
+        return loss
 
     # ------------------------------------------------------------------------------------------------ model
 
@@ -284,6 +293,23 @@ class Pipeline:
             for gradient in gradients:
                 gradient.mul_(coefficient)
         return total
+
+    def exchange(self, norms: Tensor) -> Callable[[], list[float]]:
+        """Start to give `norms`, one number per parameter that lives here, to every rank.
+
+        Every rank must make this call; what is returned waits for the numbers of all and gives them, by rank.
+        """
+        first = self._world.ranks[0]
+        others = norms.new_empty(0)
+        arrivals = self._world.exchange(
+            {rank: norms if rank == first else others for rank in self._world.ranks}, self._sizes
+        )
+        return lambda: torch.cat(arrivals()).tolist()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks live in this process."""
+        return len(self._world.ranks) == self.schedule.num_ranks
 
     # ------------------------------------------------------------------------------------------------ measuring
 
@@ -360,6 +386,10 @@ class Pipeline:
             )
         return executors
 
+    def _num_parameters(self, rank: int) -> int:
+        """All parameters that live here count for the first rank that does."""
+        return len(list(self.module.parameters())) if rank == self._world.ranks[0] else 0
+
     def _own_keywords(self) -> frozenset[str] | None:
         return _union(keyword_names(layer) for layer in self.module.values())
 
@@ -395,7 +425,7 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _world(num_ranks: int, device: torch.device, timeout: float) -> World:
+def _world(num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None) -> World:
     if dist.is_initialized():
-        return DistributedWorld(num_ranks, device, timeout)
+        return DistributedWorld(num_ranks, device, timeout, group)
     return LocalWorld(num_ranks, device, timeout)

@@ -7,13 +7,10 @@ A message of a hop is its tensors, one after the other. While their forms are no
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
-from threading import Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerobubble.errors import PeerError, ShapeError
+from zerobubble.runtime.groups import group_ranks
 from zerobubble.runtime.parcel import Parcel, forms_in
+from zerobubble.runtime.sends import Reaper
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from zerobubble.lower import Message
     from zerobubble.op import Op
+    from zerobubble.runtime.groups import Links
     from zerobubble.runtime.status import StatusBoard
 
 _HEADER_BYTES = 512
 _PATIENCE_SECONDS = 2.0
-_NEVER = timedelta(days=365)
-"""Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
 
 
 @dataclass
@@ -53,8 +51,9 @@ class ProcessGroupTransport:
     """One rank's end of the links to all other ranks.
 
     Args:
-        rank: of this process in `group`.
+        rank: of this process in the pipeline.
         links: the process group of every link (source, target), from `link_groups`.
+        members: global rank of every rank of the pipeline.
         device: where tensors are received.
         timeout: seconds that a wait may take.
         status: what the ranks tell each other when something goes wrong.
@@ -64,7 +63,8 @@ class ProcessGroupTransport:
     def __init__(
         self,
         rank: int,
-        links: Mapping[tuple[int, int], dist.ProcessGroup],
+        links: Links,
+        members: Sequence[int],
         device: torch.device,
         timeout: float,
         status: StatusBoard,
@@ -76,11 +76,11 @@ class ProcessGroupTransport:
         self._device = device
         self._timeout = timeout
         self._dynamic = dynamic_shapes
-        self._groups = links
+        self._links = {link: (group, group_ranks(group, members)) for link, group in links.items()}
         self._incoming: dict[int, deque[_Incoming]] = {source: deque() for source, _ in links}
         self._arrived: dict[Message, Parcel] = {}
         self._skeletons: dict[tuple[Op, int], Any] = {}
-        self._reaper = _Reaper()
+        self._reaper = Reaper("zerobubble-sends", _PATIENCE_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ receiving
 
@@ -124,9 +124,9 @@ class ProcessGroupTransport:
         return pickle.loads(data[:size])
 
     def _irecv(self, tensor: Tensor, message: Message) -> dist.Work:
-        group = self._groups[message.source, self._rank]
+        group, ranks = self._links[message.source, self._rank]
         try:
-            work = dist.irecv(tensor, group=group, group_src=_group_rank(group, message.source))
+            work = dist.irecv(tensor, group=group, group_src=ranks[message.source])
         except RuntimeError:
             raise self._peer_error(message, 0.0) from None
         assert work is not None
@@ -174,15 +174,14 @@ class ProcessGroupTransport:
                 self._isend(tensor.contiguous(), message)
 
     def _isend(self, tensor: Tensor, message: Message) -> None:
-        group = self._groups[self._rank, message.target]
+        group, ranks = self._links[self._rank, message.target]
         try:
-            work = dist.isend(tensor, group=group, group_dst=_group_rank(group, message.target))
+            work = dist.isend(tensor, group=group, group_dst=ranks[message.target])
         except RuntimeError:
             raise PeerError(
                 f"rank {self._rank} could not send {message.producer} to rank {message.target}: "
                 f"the connection was closed. {self._last_words(message.target)}"
             ) from None
-        assert work is not None
         self._reaper.add(work, tensor)
 
     # ------------------------------------------------------------------------------------------------ status
@@ -194,65 +193,6 @@ class ProcessGroupTransport:
     def failed(self, error: BaseException, where: str) -> None:
         """Write down why this rank stops, for the messages of the others."""
         self.status.fail(error, where)
-
-
-class _Reaper:
-    """Waits for sends in a thread of its own, so that a sent tensor is let go as soon as it is sent."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[dist.Work, Tensor] | None] = SimpleQueue()
-        thread = Thread(target=_reap, args=(self._queue,), name="zerobubble-sends", daemon=True)
-        thread.start()
-        weakref.finalize(self, _stop_reaping, self._queue, thread)
-
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._queue.put((work, tensor))
-
-
-def _reap(queue: SimpleQueue[tuple[dist.Work, Tensor] | None]) -> None:
-    while (sent := queue.get()) is not None:
-        with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
-            _finish(*sent)
-        del sent
-
-
-def _stop_reaping(queue: SimpleQueue[tuple[dist.Work, Tensor] | None], thread: Thread) -> None:
-    queue.put(None)
-    thread.join(_PATIENCE_SECONDS)
-
-
-def _finish(work: dist.Work, tensor: Tensor) -> None:
-    """Block this thread until `tensor` is sent; on CUDA without holding up the stream that computes."""
-    if tensor.device.type != "cuda":
-        work.wait(_NEVER)
-        return
-    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        work.wait()
-    stream.synchronize()
-
-
-def link_groups(
-    links: Collection[tuple[int, int]], device: torch.device, timeout: float
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """The process group of every link (source, target), all made up front in one order. Collective.
-
-    On gloo all links share one group, apart from every other traffic. On NCCL each direction of each pair of
-    ranks has its own, so that no link ever waits for another.
-    """
-    limit = timedelta(seconds=timeout)
-    if device.type != "cuda":
-        return dict.fromkeys(links, dist.new_group(timeout=limit, backend="gloo"))
-    groups = {(a, b): dist.new_group([a, b], timeout=limit, backend="nccl") for a, b in links}
-    for (a, b), made in groups.items():  # NCCL connects at first use: use every link now, in the same order everywhere
-        if dist.get_rank() in (a, b):
-            dist.broadcast(torch.zeros(1, device=device), src=a, group=made)
-    return groups
-
-
-def _group_rank(group: dist.ProcessGroup, peer: int) -> int:
-    """The number of `peer` in the link's group, which holds either all ranks or just the two."""
-    return peer if group.size() != 2 else 1 - group.rank()
 
 
 def _key(message: Message) -> tuple[Op, int]:

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import count
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zerobubble.errors import OptionError, PeerError
+from zerobubble.runtime.control import ControlChannel, Tag
+from zerobubble.runtime.groups import control_group, group_ranks, link_groups
 from zerobubble.runtime.late import LateValue
-from zerobubble.runtime.process_group import ProcessGroupTransport, link_groups
+from zerobubble.runtime.process_group import ProcessGroupTransport
 from zerobubble.runtime.status import StatusBoard
 from zerobubble.runtime.transport import LocalHub, LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+
+    from zerobubble.runtime.groups import Links
 
 T = TypeVar("T")
 
@@ -50,8 +53,11 @@ class World(Protocol):
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Run one task per rank that lives here, at the same time; raise the first error."""
 
-    def from_rank(self, source: int, value: Tensor | None) -> LateValue:
-        """The number that rank `source` gives as `value`, on its way to every process."""
+    def number_from(self, source: int) -> tuple[LateValue, Callable[[Tensor], None]]:
+        """A number that rank `source` will give: the value, on its way, and what that rank calls with it."""
+
+    def exchange(self, vectors: Mapping[int, Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start to give everyone a vector (float64 [sizes[rank]]) of each rank; what is returned waits, by rank."""
 
     def gather(self, values: Mapping[int, T]) -> list[T]:
         """What every rank gives, by rank, in every process. Collective; waits."""
@@ -87,10 +93,14 @@ class LocalWorld:
         for error in sorted(errors, key=lambda error: isinstance(error, PeerError)):
             raise error
 
-    def from_rank(self, source: int, value: Tensor | None) -> LateValue:
-        """The value, which is already here."""
-        assert value is not None
-        return LateValue(lambda: value)
+    def number_from(self, source: int) -> tuple[LateValue, Callable[[Tensor], None]]:
+        """The number is here as soon as it is given."""
+        given: list[Tensor] = []
+        return LateValue(lambda: given[0]), given.append
+
+    def exchange(self, vectors: Mapping[int, Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """All vectors are here."""
+        return lambda: [vectors[rank] for rank in self.ranks]
 
     def gather(self, values: Mapping[int, T]) -> list[T]:
         """The values by rank."""
@@ -116,57 +126,79 @@ class DistributedWorld:
 
     survives = False
 
-    def __init__(self, num_ranks: int, device: torch.device, timeout: float) -> None:
-        self._rank = dist.get_rank()
-        self.ranks: tuple[int, ...] = (self._rank,)
-        size = dist.get_world_size()
-        if size != num_ranks:
+    def __init__(
+        self, num_ranks: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._members = dist.get_process_group_ranks(group)
+        if len(self._members) != num_ranks:
+            where = "torch.distributed" if group is None else "the group"
             raise OptionError(
-                f"the schedule has {num_ranks} ranks, but torch.distributed has {size} processes; "
-                f"start {num_ranks} processes or make the schedule for {size} ranks"
+                f"the schedule has {num_ranks} ranks, but {where} has {len(self._members)} processes; "
+                f"start {num_ranks} processes or make the schedule for {len(self._members)} ranks"
             )
-        self._num_ranks = num_ranks
+        self._rank = dist.get_rank(group)
+        self.ranks: tuple[int, ...] = (self._rank,)
         self._device = device
         self._timeout = timeout
-        limit = timedelta(seconds=timeout)
-        self._control = dist.new_group(timeout=limit)
-        self._objects = dist.new_group(timeout=limit, backend="gloo")
-        self._status = StatusBoard(self._rank, f"pipeline {next(_pipelines)}")
-        self._links: dict[Link, dist.ProcessGroup] = {}
+        control = control_group(self._members, timeout)
+        peers = group_ranks(control, self._members)
+        self._control = ControlChannel([peers[rank] for rank in range(num_ranks)], self._rank, control, timeout)
+        self._status = StatusBoard(self._rank, f"pipeline {next(_pipelines)} of {self._members[0]}")
+        self._links: Links = {}
 
     def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
         """A transport over point-to-point communication. Links are made once and used by all transports in turn."""
         new = sorted(set(links) - self._links.keys())
         if new:
-            self._links.update(link_groups(new, self._device, self._timeout))
-        return ProcessGroupTransport(rank, self._links, self._device, self._timeout, self._status, dynamic_shapes)
+            self._links.update(link_groups(new, self._members, self._device, self._timeout))
+        return ProcessGroupTransport(
+            rank, self._links, self._members, self._device, self._timeout, self._status, dynamic_shapes
+        )
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
         """Run the one task of this process."""
         for task in tasks.values():
             task()
 
-    def from_rank(self, source: int, value: Tensor | None) -> LateValue:
-        """Start to broadcast the value; nobody waits until it is read."""
-        tensor = torch.empty((), device=self._device, dtype=torch.float64)
-        if value is not None:
-            tensor.copy_(value)
-        work = dist.broadcast(tensor, src=source, group=self._control, async_op=True)
-        assert work is not None
+    def number_from(self, source: int) -> tuple[LateValue, Callable[[Tensor], None]]:
+        """The number is on its way as soon as it is computed; nobody waits until it is read."""
+        if source == self._rank:
+            given: list[Tensor] = []
+
+            def give(value: Tensor) -> None:
+                given.append(value)
+                self._control.send(value.double(), Tag.LOSS)
+
+            return LateValue(lambda: given[0]), give
+        arrival = self._control.expect(source, (), torch.float64, Tag.LOSS)
 
         def resolve() -> Tensor:
             with self._naming(f"the loss of rank {source}"):
-                work.wait()
-            return tensor
+                return arrival.wait()
 
-        return LateValue(resolve)
+        return LateValue(resolve), lambda _: None
+
+    def exchange(self, vectors: Mapping[int, Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Every rank sends its vector to every other; nobody waits until they are read."""
+        self._control.send(vectors[self._rank], Tag.STATE)
+        arrivals = {
+            rank: self._control.expect(rank, (size,), torch.float64, Tag.STATE)
+            for rank, size in enumerate(sizes)
+            if rank != self._rank
+        }
+
+        def resolve() -> list[Tensor]:
+            with self._naming("what every rank tells of its gradients (every rank must step its optimizer)"):
+                return [
+                    arrivals[rank].wait() if rank in arrivals else vectors[rank].cpu() for rank in range(len(sizes))
+                ]
+
+        return resolve
 
     def gather(self, values: Mapping[int, T]) -> list[T]:
         """Exchange the values on the CPU."""
-        gathered: list[Any] = [None] * self._num_ranks
         with self._naming("what all ranks exchange (every rank must make this call)"):
-            dist.all_gather_object(gathered, values[self._rank], group=self._objects)
-        return gathered
+            return self._control.gather(values[self._rank])
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:

@@ -1,0 +1,64 @@
+"""Waiting for sends in a thread of its own, so that a sent tensor is let go as soon as it is sent."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+
+_Sent: TypeAlias = "tuple[dist.Work, Tensor]"
+
+_NEVER = timedelta(days=365)
+"""Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
+
+
+class Reaper:
+    """Holds what is being sent until it is sent.
+
+    Args:
+        name: of the thread.
+        patience: seconds that the end of the process waits for what is still on its way.
+    """
+
+    def __init__(self, name: str, patience: float) -> None:
+        self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
+        thread = Thread(target=_reap, args=(self._queue,), name=name, daemon=True)
+        thread.start()
+        weakref.finalize(self, _stop, self._queue, thread, patience)
+
+    def add(self, work: dist.Work | None, tensor: Tensor) -> None:
+        """Hold `tensor` until `work`, its send, is done."""
+        assert work is not None
+        self._queue.put((work, tensor))
+
+
+def _reap(queue: SimpleQueue[_Sent | None]) -> None:
+    while (sent := queue.get()) is not None:
+        with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
+            _finish(*sent)
+        del sent
+
+
+def _stop(queue: SimpleQueue[_Sent | None], thread: Thread, patience: float) -> None:
+    queue.put(None)
+    thread.join(patience)
+
+
+def _finish(work: dist.Work, tensor: Tensor) -> None:
+    """Block this thread until `tensor` is sent; on CUDA without holding up the stream that computes."""
+    if tensor.device.type != "cuda":
+        work.wait(_NEVER)
+        return
+    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        work.wait()
+    stream.synchronize()
