@@ -132,5 +132,5 @@ if dist.get_rank() != early:
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_rank_may_leave_before_the_others_are_done(tmp_path, early):
-    """A loss that nobody had read yet aborted the process at its end ("terminate called without an active exception")."""
+    """A loss that nobody had read yet aborted the process at its end ("terminate called without ...")."""
     assert "the loss:" in torchrun(tmp_path, LEAVING, early)

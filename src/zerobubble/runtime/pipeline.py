@@ -25,6 +25,7 @@ from zerobubble.runtime.layout import (
     used_by_several,
 )
 from zerobubble.runtime.profile import MemoryTrace
+from zerobubble.runtime.randomness import own_randomness
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.validation import Validation
@@ -112,7 +113,7 @@ class Pipeline:
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
-        self.validation = Validation(self.module, self._stages.values(), self._device)
+        self.validation = Validation(self.module, self._stages.values())
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         told = self._world.gather(
@@ -208,7 +209,8 @@ class Pipeline:
             )
         loss, give_loss = self._world.number_from(self.schedule.placement.ranks[-1])
         try:
-            self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
+            with own_randomness(self._device):
+                self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
         except BaseException as error:
             for stage in self._stages.values():
                 stage.clear()

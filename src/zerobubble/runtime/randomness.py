@@ -19,22 +19,21 @@ def seed_for(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that layers on `device` draw from: those of the CPU and of `device`."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The default generators of the CPU and of `device`."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 @contextmanager
 def own_randomness(device: torch.device) -> Iterator[list[torch.Generator]]:
-    """Context: the default generators of the CPU and `device`, to be seeded at will; their state is put back after."""
-    generators = default_generators(device)
-    states = [generator.get_state() for generator in generators]
+    """Context: `generators(device)`, to be seeded at will; their state is put back after."""
+    own = generators(device)
+    states = [generator.get_state() for generator in own]
     try:
-        yield generators
+        yield own
     finally:
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in zip(own, states, strict=True):
             generator.set_state(state)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
+from time import sleep
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -19,6 +20,9 @@ _Sent: TypeAlias = "tuple[dist.Work, Tensor]"
 
 _NEVER = timedelta(days=365)
 """Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
+
+_LAZY_SECONDS = 0.002
+"""How long a send is left alone. Waking a thread for each would cost the ranks more than the sends themselves."""
 
 
 class Reaper:
@@ -43,9 +47,17 @@ class Reaper:
 
 def _reap(queue: SimpleQueue[_Sent | None]) -> None:
     while (sent := queue.get()) is not None:
-        with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
-            _finish(*sent)
-        del sent
+        sleep(_LAZY_SECONDS)
+        while sent is not None:
+            with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
+                _finish(*sent)
+            del sent  # while the next one is looked for
+            try:
+                sent = queue.get_nowait()
+            except Empty:
+                break
+        else:
+            return
 
 
 def _stop(queue: SimpleQueue[_Sent | None], thread: Thread, patience: float) -> None:

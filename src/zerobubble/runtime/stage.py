@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zerobubble.errors import PipelineError
 from zerobubble.runtime.extra_loss import collecting
 from zerobubble.runtime.parcel import Parcel, pack, pack_gradients, unpack
-from zerobubble.runtime.randomness import own_randomness, seed_for
+from zerobubble.runtime.randomness import generators, seed_for
 from zerobubble.runtime.split import SplitBackward, backward
 from zerobubble.runtime.split_report import ParameterSplit, describe
 from zerobubble.runtime.weight_store import WeightStore, accumulate
@@ -57,6 +57,9 @@ class Batch:
         return torch.cumsum(losses, 0)[-1]
 
 
+_NOTHING = nullcontext()
+
+
 class _Saved(NamedTuple):
     """What F keeps for B."""
 
@@ -90,6 +93,7 @@ class Stage:
         self._layers = [(number, layer, keyword_names(layer)) for number, layer in layers]
         self._seed = seed
         self._device = device
+        self._generators = generators(device)
         self._loss_fn = loss_fn
         self._saved: dict[int, _Saved] = {}
         self._stores: dict[int, WeightStore] = {}
@@ -158,15 +162,24 @@ class Stage:
         if loss_scale != 1.0:
             weights = [weight * loss_scale for weight in weights]
         if edges:
-            with self._own_gradients(), _no_autocast(self._device):
+            with self._of_a_backward():
                 backward(edges, [*(parcel.tensors if parcel else ()), *weights], store)
         self._stores[microbatch] = store
         return pack_gradients(inlet.take() for inlet in inlets)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add the gradients of the weights to `.grad`. Legal with nothing left to add."""
-        with self._own_gradients(), _no_autocast(self._device):
+        with self._of_a_backward():
             self._stores.pop(microbatch).run()
+
+    def _of_a_backward(self) -> AbstractContextManager[object]:
+        """Context of B and W; as under plain PyTorch, they run in the precision of what the forward saved."""
+        if not self._shared and not torch.is_autocast_enabled(self._device.type):
+            return _NOTHING
+        contexts = ExitStack()
+        contexts.enter_context(self._own_gradients())
+        contexts.enter_context(torch.autocast(self._device.type, enabled=False))
+        return contexts
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -193,13 +206,12 @@ class Stage:
 
     def _run_layers(self, value: Any, batch: Batch, microbatch: int) -> Any:
         keywords = batch.keywords[microbatch]
-        with own_randomness(self._device) as generators:
-            for number, layer, names in self._layers:
-                seed = seed_for(self._seed, batch.step, microbatch, number)
-                for generator in generators:
-                    generator.manual_seed(seed)
-                taken = keywords if names is None else {name: keywords[name] for name in names if name in keywords}
-                value = call_layer(layer, value, taken)
+        for number, layer, names in self._layers:
+            seed = seed_for(self._seed, batch.step, microbatch, number)
+            for generator in self._generators:
+                generator.manual_seed(seed)
+            taken = keywords if names is None else {name: keywords[name] for name in names if name in keywords}
+            value = call_layer(layer, value, taken)
         return value
 
     def _loss(self, value: Any, batch: Batch, microbatch: int) -> Tensor:
@@ -234,10 +246,3 @@ def keyword_names(layer: nn.Module) -> frozenset[str] | None:
         return None
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return frozenset(p.name for i, p in enumerate(parameters) if p.kind in named and (i > 0 or p.kind is named[1]))
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Context for backwards: as under plain PyTorch, they run in the precision of what the forward saved."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from zerobubble.runtime.randomness import default_generators
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
@@ -32,17 +30,15 @@ class Validation:
     Args:
         module: the layers that live here.
         stages: the stages that live here.
-        device: where they live.
 
     Attributes:
         loss_scale: by what losses are multiplied from the next `Validate` on.
     """
 
-    def __init__(self, module: nn.Module, stages: Collection[Stage], device: torch.device) -> None:
+    def __init__(self, module: nn.Module, stages: Collection[Stage]) -> None:
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self._module = module
         self._stages = stages
-        self._device = device
         self._ahead: list[Ahead] = []
         self._start: _Start | None = None
 
@@ -57,7 +53,7 @@ class Validation:
 
     def begin(self) -> None:
         """A training step begins: note what its forwards change, in case that they must run again."""
-        self._start = _Start(self._module, self._device) if self._ahead else None
+        self._start = _Start(self._module) if self._ahead else None
 
     def check(self, batch: Batch) -> bool:
         """At `Validate`: whether the program must start again; if so, nothing is left of what ran so far."""
@@ -76,19 +72,16 @@ class Validation:
 
 
 class _Start:
-    """Buffers and random state as they are now (dropout needs neither: its masks depend on step and microbatch)."""
+    """The buffers as they are now. Random numbers need nothing: they depend on step, microbatch and layer."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._buffers = [
             (owner, name, buffer, None if buffer is None else buffer.clone())
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
         ]
-        self._random = [(generator, generator.get_state()) for generator in default_generators(device)]
 
     @torch.no_grad()
     def bring_back(self) -> None:
         for owner, name, buffer, value in self._buffers:
             owner._buffers[name] = buffer if buffer is None or value is None else buffer.copy_(value)
-        for generator, state in self._random:
-            generator.set_state(state)
