@@ -34,6 +34,7 @@ from zerobubble.validate import validate
 if TYPE_CHECKING:
     from zerobubble.optim import PostValidatedOptimizer as PostValidatedOptimizer
     from zerobubble.optim import SynchronousOptimizer as SynchronousOptimizer
+    from zerobubble.runtime import Auto as Auto
     from zerobubble.runtime import Pipeline as Pipeline
     from zerobubble.runtime import Shared as Shared
     from zerobubble.runtime import add_loss as add_loss
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NEED_TORCH = {
-    **dict.fromkeys(("Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime"),
+    **dict.fromkeys(("Auto", "Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime"),
     **dict.fromkeys(("PostValidatedOptimizer", "SynchronousOptimizer"), "zerobubble.optim"),
 }
 

@@ -29,6 +29,12 @@ class Op(NamedTuple):
     kind: Kind
     microbatch: int
 
+    def parts(self) -> tuple[Op, ...]:
+        """B and W of a BW; any other op itself."""
+        if self.kind is not Kind.BW:
+            return (self,)
+        return self._replace(kind=Kind.B), self._replace(kind=Kind.W)
+
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 

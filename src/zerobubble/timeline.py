@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import sub
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,15 @@ class Timeline:
     def idle(self) -> tuple[float, ...]:
         """Per rank, its span minus its op times."""
         return tuple(span - busy for span, busy in zip(self.spans, self.busy, strict=True))
+
+    def scaled(self, factor: float, unit: str) -> Timeline:
+        """The same in another unit of time: every time multiplied by `factor`."""
+
+        def times(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(time * factor for time in row) for row in rows)
+
+        hop = tuple(latency * factor for latency in self.hop)
+        return replace(self, starts=times(self.starts), ends=times(self.ends), unit=unit, hop=hop)
 
     def critical_path(self) -> list[Op]:
         """A chain of ops, first to last, that the rank with the largest span waits on: why the cost is what it is.

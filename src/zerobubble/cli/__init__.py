@@ -10,9 +10,11 @@ import typer
 
 import zerobubble
 from zerobubble.cli.demo import demo
+from zerobubble.cli.emulate import emulate
 from zerobubble.cli.output import console, print_error
 from zerobubble.cli.paper import paper
 from zerobubble.cli.plan import plan
+from zerobubble.cli.profile import profile
 from zerobubble.cli.schedules import schedules
 from zerobubble.cli.show import show
 from zerobubble.cli.simulate import simulate
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (demo, plan, simulate, show, schedules, paper):
+for _command in (demo, plan, simulate, emulate, profile, show, schedules, paper):
     app.command()(_command)
 
 

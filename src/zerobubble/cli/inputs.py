@@ -1,6 +1,7 @@
 """What several commands take: a schedule by file or by generator, its sizes, costs and a memory limit."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -105,6 +106,17 @@ def _generated(name: str, options: Options) -> Schedule:
         if value is not None and value < 1:
             raise OptionError(f"--{size} must be at least 1; got {value}")
     return generate(name, options.ranks, options.microbatches, options.chunks)
+
+
+def check_file(path: Path | None, suffixes: Iterable[str]) -> None:
+    """Raise `OptionError` before long work where a file to be written has no place or another suffix."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        possible = ", ".join(suffixes)
+        raise OptionError(f"{path}: cannot tell what to write from the suffix {path.suffix!r}; possible are {possible}")
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"{path}: cannot be written: there is no folder {path.parent}")
 
 
 def read_costs(path: Path | None, schedule: Schedule) -> Costs:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ from zerobubble.cli.inputs import (
 )
 from zerobubble.cli.output import console, drawing_width, print_json
 from zerobubble.errors import OptionError
+from zerobubble.plot.trace import to_dict
 from zerobubble.schedule import Schedule
 from zerobubble.timeline import Timeline
 
@@ -69,7 +70,7 @@ def show(
     if output is not None and form is None and output.suffix.lower() == ".csv":
         form = Notation.csv
     if as_json:
-        print_json({"timelines": [_to_dict(title, timeline) for title, timeline in timelines]})
+        print_json({"timelines": [to_dict(title, timeline) for title, timeline in timelines]})
     elif form is not None:
         _convert(timelines, form, output)
     elif output is not None:
@@ -102,16 +103,3 @@ def _draw(timelines: list[tuple[str, Timeline]], output: Path) -> None:
         )
     plot.save(timelines, output)
     console().print(f"wrote {output}")
-
-
-def _to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
-    return {
-        "title": title,
-        "schedule": notation.to_dict(timeline.schedule),
-        "unit": timeline.unit,
-        "starts": timeline.starts,
-        "ends": timeline.ends,
-        "cost": timeline.cost,
-        "bubble_rate": timeline.bubble_rate,
-        "peak_memory": timeline.peak_memory,
-    }

@@ -1,20 +1,23 @@
-"""Timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
+"""Timelines as a Chrome trace, for ui.perfetto.dev and chrome://tracing, in a file that reads back as timelines."""
 
 from __future__ import annotations
 
 import json
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerobubble import notation
 from zerobubble.dependencies import needs, result
-from zerobubble.plot.layout import panels
+from zerobubble.errors import NotationError
+from zerobubble.plot.layout import Panel, panels
+from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zerobubble.op import Op
-    from zerobubble.plot.layout import Box, Panel
-    from zerobubble.timeline import Timeline
+    from zerobubble.plot.layout import Box
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
@@ -28,26 +31,87 @@ def trace(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
     as in the notation, with stage, chunk and microbatch in its `args`. An arrow (`ph` "s" and "f") leads from each op
     to the op on another rank that needs its result. Times count from the timeline's first op, in microseconds; a
     timeline whose unit is not s, ms, us or ns has 1 unit = 1 microsecond. All are rounded to nanoseconds, which is
-    what the viewers hold.
+    what the viewers hold. Beside `traceEvents` stand the `timelines` as `to_dict` gives them, which viewers ignore.
 
     Raises:
         OptionError: no timeline.
     """
     events: list[_Event] = []
     flows = count(1)
-    for pid, panel in enumerate(panels(timelines)):
+    drawn = panels(timelines)
+    for pid, panel in enumerate(drawn):
         scale = _MICROSECONDS.get(panel.timeline.unit, 1.0)
         boxes = {box.op: box for rank in range(len(panel.timeline.starts)) for box in panel.boxes(rank)}
         events += _names(pid, panel)
         events += (_op(pid, box, scale) for box in boxes.values())
         for producer, consumer in _messages(panel, boxes):
             events += _arrow(pid, next(flows), producer, consumer, scale)
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    whole = [to_dict(panel.title, panel.timeline) for panel in drawn]
+    return {"displayTimeUnit": "ms", "traceEvents": events, "timelines": whole}
 
 
 def to_json(timelines: Sequence[tuple[str, Timeline]]) -> str:
     """The text of a trace file. Raises `OptionError` when there is no timeline."""
     return json.dumps(trace(timelines), separators=(",", ":"))
+
+
+def to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
+    """A timeline as an object for JSON; `read` takes it back. Times count from the first op, in the timeline's unit."""
+    panel = Panel(title, timeline)
+    boxes = [list(panel.boxes(rank)) for rank in range(len(timeline.starts))]
+    return {
+        "title": title,
+        "schedule": notation.to_dict(timeline.schedule),
+        "unit": timeline.unit,
+        "starts": [[box.start for box in row] for row in boxes],
+        "ends": [[box.end for box in row] for row in boxes],
+        "cost": timeline.cost,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_memory": list(timeline.peak_memory),
+        "hop": list(timeline.hop),
+    }
+
+
+def read(path: str | Path) -> list[tuple[str, Timeline]]:
+    """The timelines in a file, with their titles: a trace written by `save`, or what `zerobubble show --json` printed.
+
+    Raises:
+        NotationError: the file cannot be read, holds no timelines, or one of them is malformed; names the place.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise NotationError(f"{path}: cannot be read as timelines: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("timelines"), list):
+        raise NotationError(
+            f'{path}: holds no "timelines"; write it with `-o {Path(path).name}` of emulate or show, or by plot.save'
+        )
+    return [_timeline(one, f"{path}, timeline {i}") for i, one in enumerate(data["timelines"])]
+
+
+def _timeline(data: Any, where: str) -> tuple[str, Timeline]:
+    try:
+        schedule = notation.from_json(json.dumps(data["schedule"]))
+        starts, ends = _rows(data["starts"]), _rows(data["ends"])
+        peak, hop = _numbers(data.get("peak_memory", ())), _numbers(data.get("hop", ()))
+        timeline = Timeline(schedule, starts, ends, peak, str(data["unit"]), hop)
+    except NotationError as error:
+        raise NotationError(f'{where}, "schedule": {error}') from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotationError(f"{where}: needs schedule, unit, starts and ends; got {error!r}") from None
+    sizes = [len(order) for order in schedule.orders]
+    for key, rows in (("starts", starts), ("ends", ends)):
+        if (got := [len(row) for row in rows]) != sizes:
+            raise NotationError(f'{where}, "{key}": needs one number per op, so per rank {sizes}; got {got}')
+    return str(data.get("title", schedule.name)), timeline
+
+
+def _rows(value: Any) -> tuple[tuple[float, ...], ...]:
+    return tuple(_numbers(row) for row in value)
+
+
+def _numbers(value: Any) -> tuple[float, ...]:
+    return tuple(float(number) for number in value)
 
 
 def _names(pid: int, panel: Panel) -> Iterator[_Event]:

@@ -11,16 +11,17 @@ except ImportError as error:
         "training needs PyTorch, which is not installed: pip install 'zerobubble[train]'"
     ) from error
 
+from zerobubble.runtime.auto import Auto
 from zerobubble.runtime.batch import Shared
 from zerobubble.runtime.extra_loss import add_loss
 from zerobubble.runtime.late import LateValue
 from zerobubble.runtime.launch import launch
 from zerobubble.runtime.pipeline import Pipeline
-from zerobubble.runtime.profile import MemoryTrace, measured_costs
+from zerobubble.runtime.profile import MemoryTrace, Profile, measured_costs
 from zerobubble.runtime.split import SplitBackward, unsplit
 from zerobubble.runtime.weight_store import WeightStore
 
 __all__ = [
-    "LateValue", "MemoryTrace", "Pipeline", "Shared", "SplitBackward", "WeightStore",
+    "Auto", "LateValue", "MemoryTrace", "Pipeline", "Profile", "Shared", "SplitBackward", "WeightStore",
     "add_loss", "launch", "measured_costs", "unsplit",
 ]  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import PeerError
 from zerobubble.lower import Receive, Run, Validate
 from zerobubble.op import Kind, Op
+from zerobubble.runtime.clock import HOST_CLOCK, Clock
 from zerobubble.runtime.live_memory import LiveMemory
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Executor:
         transport: carries the messages.
         validate: asked at the program's `Validate`: whether the optimizer's last step was amended, so that the batch
             starts again.
+        clock: tells when ops start and end.
     """
 
     def __init__(
@@ -51,14 +52,16 @@ class Executor:
         num_stages: int,
         transport: Transport,
         validate: Callable[[Batch], bool] = lambda _: False,
+        clock: Clock = HOST_CLOCK,
     ) -> None:
         self.rank = program.rank
-        self.discarded: list[tuple[list[int], list[int]]] = []
-        self.starts: list[int] = []
-        self.ends: list[int] = []
+        self.discarded: list[tuple[list[Any], list[Any]]] = []
+        self.starts: list[Any] = []
+        self.ends: list[Any] = []
         self.live_bytes: list[int] = []
         self._memory: LiveMemory | None = None
         self._transport = transport
+        self._now = clock.now
         self._results: dict[Op, Parcel] = {}
         self._validate = validate
         self._plan: list[_Task | Receive | Send | Validate] = [
@@ -73,9 +76,9 @@ class Executor:
         return _Task(op, stages[op.stage], run.awaits, source, result(op) if feeds_another else None)
 
     def run(self, batch: Batch) -> None:
-        """Run the program. `starts` and `ends` then hold the clock (ns) of every op, in order.
+        """Run the program. `starts` and `ends` then hold the clock's marks of every op, in order.
 
-        Where the optimizer's last step was amended, `discarded` holds the clock of the ops that had to run again.
+        Where the optimizer's last step was amended, `discarded` holds those of the ops that had to run again.
 
         Raises:
             PeerError: another rank failed, died or let the timeout pass.
@@ -125,9 +128,9 @@ class Executor:
             results[message.producer] = transport.receive(message)
         parcel = results.pop(task.source) if task.source else None
         with transport.turn:
-            self.starts.append(perf_counter_ns())
+            self.starts.append(self._now())
             made = _compute(task.stage, op, batch, parcel)
-            self.ends.append(perf_counter_ns())
+            self.ends.append(self._now())
         del parcel
         if task.makes is not None and made is not None:
             results[task.makes] = made

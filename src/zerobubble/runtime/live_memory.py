@@ -15,11 +15,13 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         bytes: of the storages allocated inside and still alive.
+        peak: the most that `bytes` has been.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
+        self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -42,6 +44,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._known:
             self._known.add(key)
             self.bytes += size
+            self.peak = max(self.peak, self.bytes)
             weakref.finalize(storage, self._freed, key, size).atexit = False
 
     def _freed(self, key: int, size: int) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from functools import partial
+from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobubble.errors import OptionError, PipelineError
+from zerobubble.errors import OptionError, PipelineError, ZeroBubbleError
 from zerobubble.lower import lower
+from zerobubble.runtime.auto import auto_of, choose, free_bytes
 from zerobubble.runtime.batch import samples, split
+from zerobubble.runtime.clock import clock_for, offsets
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.grad_norm import check_clipping, clip_coefficient, gradient_norms, total_norm
 from zerobubble.runtime.layout import (
@@ -24,14 +28,13 @@ from zerobubble.runtime.layout import (
     stage_bounds,
     used_by_several,
 )
-from zerobubble.runtime.profile import MemoryTrace
+from zerobubble.runtime.profile import MemoryTrace, measured_profile, timeline_of
 from zerobubble.runtime.randomness import own_randomness
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.validation import Validation
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
 from zerobubble.schedule import Schedule
-from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,11 +42,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zerobubble.lower import Program
+    from zerobubble.planner import Plan
+    from zerobubble.runtime.auto import Auto
     from zerobubble.runtime.late import LateValue
     from zerobubble.runtime.layout import Layer
+    from zerobubble.runtime.profile import Profile
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
+    from zerobubble.runtime.transport import Transport
     from zerobubble.runtime.world import World
+    from zerobubble.timeline import Timeline
+
+T = TypeVar("T")
+_log = logging.getLogger("zerobubble")
 
 _RECORDED_STEPS = 256
 _EVALUATION_STEP = -1
@@ -63,7 +74,8 @@ class Pipeline:
             arguments). An entry is a module, or a function that makes one: functions are called only where their
             layer lives, each with randomness of its own, so that the initial weights do not depend on the layout.
         loss_fn: (output of the last layer, targets) -> 0-dimensional loss of one microbatch.
-        schedule: from a generator, a file, or the planner.
+        schedule: from a generator, a file, or the planner. With `"auto"` and `num_microbatches`, or an `Auto`, a safe
+            schedule at first, then the best one found for what that was measured to take.
         partition: number of layers per stage, in data-flow order; by default as even as possible.
         seed: base of all randomness: initial weights of functions in `layers`, and dropout, whose masks depend on
             (seed, step, microbatch, layer) only.
@@ -71,11 +83,15 @@ class Pipeline:
         group: the processes of this pipeline, one per rank, in order; by default all. Others need not make the call.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
+        num_microbatches: with `schedule="auto"`.
+        memory_limit: with `schedule="auto"`: bytes of activations per rank.
+        wrap_transport: applied to every rank's transport, to emulate slow links or observe messages.
 
     Attributes:
         module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
         step_count: training steps taken; set it when you resume a run.
-        schedule: the schedule.
+        schedule: the schedule; `use` and `replan` change it.
+        plan: what the last planning found, and why (`plan.notes[0]`); None before any.
         validation: where optimizers that step ahead report.
 
     Raises:
@@ -87,7 +103,7 @@ class Pipeline:
         self,
         layers: Sequence[Layer],
         loss_fn: LossFunction,
-        schedule: Schedule,
+        schedule: Schedule | Auto | str,
         *,
         partition: Sequence[int] | None = None,
         seed: int = 0,
@@ -95,7 +111,13 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
+        num_microbatches: int | None = None,
+        memory_limit: float | None = None,
+        wrap_transport: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> None:
+        self._auto = auto_of(schedule, num_microbatches, memory_limit)
+        if self._auto is not None:
+            schedule = self._auto.safe_schedule(_num_ranks(self._auto, group))
         if not isinstance(schedule, Schedule):
             raise OptionError(
                 f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}"
@@ -104,8 +126,10 @@ class Pipeline:
         layers = checked_layers(layers)
         bounds = stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
+        self.plan: Plan | None = None
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
+        self._wrap_transport = wrap_transport
         self._world = _world(schedule.num_ranks, self._device, timeout, group)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
@@ -114,6 +138,8 @@ class Pipeline:
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
         self.validation = Validation(self.module, self._stages.values())
+        self._clock = clock_for(self._device)
+        self._dynamic_shapes = dynamic_shapes
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         told = self._world.gather(
@@ -122,7 +148,9 @@ class Pipeline:
         self._keywords = _union(keywords for keywords, _ in told)
         self._sizes = [size for _, size in told]
         self._broken: str | None = None
-        self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
+        self._recorded: deque[dict[int, tuple[list[Any], list[Any]]]] = deque(maxlen=_RECORDED_STEPS)
+        self._taken = 0
+        self._memory: MemoryTrace | None = None
         _alive.add(self)
 
     # ------------------------------------------------------------------------------------------------ training
@@ -152,11 +180,20 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
+        if self._auto is not None and self._taken == self._auto.steps:
+            auto, self._auto = self._auto, None
+            self.replan(auto.memory_limit, steps=auto.profile_steps, effort=auto.effort)
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
         self.validation.begin()
-        loss = self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
+        measures_memory = self._auto is not None and self._auto.measures_memory(self._taken)
+        loss = self._run(
+            {r: e.run_measuring_memory if measures_memory else e.run for r, e in self._executors.items()}, batch
+        )
         self.step_count += 1
+        self._taken += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
+        if measures_memory:
+            self._memory = self._gathered_memory()
         return loss
 
     def evaluate(
@@ -318,12 +355,94 @@ class Pipeline:
     def timelines(self, last: int = 1) -> list[Timeline]:
         """The measured timelines of the last steps (256 are kept), oldest first, in ms. Collective.
 
-        All clocks are the machine's monotonic clock: between machines they are not comparable.
-        It is read by the host: for CUDA, which computes behind the host's back, the times mean nothing yet.
+        On CUDA the times are those of the device (this has not run on a GPU yet). Between machines, clocks are compared
+        by exchanging messages, to about the time that one takes.
         """
-        recorded = list(self._recorded)[-last:]
-        gathered = self._world.gather({rank: [step[rank] for step in recorded] for rank in self._world.ranks})
-        return [self._timeline(rows) for rows in zip(*gathered, strict=True)]
+        recorded, ranks, read = list(self._recorded)[-last:], self._world.ranks, self._clock.read
+        own = {rank: [tuple(map(read, step[rank])) for step in recorded] for rank in ranks}
+        gathered, ahead = self._world.gather(own), offsets(self._world.gather, ranks)
+        return [timeline_of(self.schedule, rows, ahead) for rows in zip(*gathered, strict=True)]
+
+    def profile(self, steps: int = 5) -> Profile:
+        """What the stages took in the last `steps` training steps, and M_B and M_W as last measured. Collective.
+
+        Needs a step more than it looks at, since `schedule` was set: the first step warms up. Memory is measured by
+        `measure_memory`, or by `schedule="auto"`; without that it is 0.
+
+        Raises:
+            OptionError: `steps` is below 1.
+            PipelineError: too few steps were taken.
+        """
+        if steps < 1:
+            raise OptionError(f"profile needs at least one step; got steps={steps}")
+        if len(self._recorded) <= min(steps, _RECORDED_STEPS - 1):
+            raise PipelineError(
+                f"a profile of {steps} steps needs {steps + 1} training steps with this schedule (the first warms up); "
+                f"{len(self._recorded)} were taken"
+            )
+        return measured_profile(self.timelines(steps), self._memory)
+
+    def replan(self, memory_limit: float | None = None, *, steps: int = 5, effort: str = "default") -> Plan:
+        """Profile, plan on rank 0, and go on with the best schedule found for these stages where they are. Collective.
+
+        Parameters do not move, and where the new schedule runs W in the order of microbatches, as every plan does, the
+        numbers stay the same bit for bit. What was chosen and why is logged, and in `plan.notes[0]`.
+
+        Args:
+            memory_limit: bytes of activations per rank; by default 0.9 of what is free on the GPU, on a CPU what the
+                current schedule takes.
+            steps: to profile, as for `profile`.
+            effort: of the planner: `quick`, `default` or `exact`.
+
+        Raises:
+            OptionError: no schedule can run within the memory limit.
+            PipelineError: there is nothing to plan by: too few steps, memory not measured, or B and W not apart.
+        """
+        profile = self.profile(steps)
+        free = self._world.gather(dict.fromkeys(self._world.ranks, free_bytes(self._device)))
+        if memory_limit is None:
+            memory_limit = min((bytes_ for bytes_ in free if bytes_ is not None), default=None)
+        found = self._on_first_rank(partial(choose, profile, self.schedule, memory_limit, effort))
+        if found.schedule != self.schedule:
+            self.use(found.schedule)
+        self.plan = found
+        if 0 in self._world.ranks:
+            _log.info("step %d: %s", self.step_count, found.notes[0])
+        return found
+
+    def use(self, schedule: Schedule) -> None:
+        """Go on with another schedule over the same stages, in any number of microbatches. Collective.
+
+        Raises:
+            ScheduleError: it cannot run.
+            OptionError: its placement is another one, or the ranks give different schedules.
+        """
+        programs = lower(schedule)
+        if schedule.placement != self.schedule.placement:
+            raise OptionError(
+                f"the stages lie on ranks {list(self.schedule.placement.ranks)} and cannot move; the new schedule "
+                f"wants {list(schedule.placement.ranks)}"
+            )
+        digest = sha256(str(schedule).encode()).hexdigest()
+        if len(set(self._world.gather(dict.fromkeys(self._world.ranks, digest)))) > 1:
+            raise OptionError("every rank must go on with the same schedule; they gave different ones")
+        self.schedule = schedule
+        self._executors = self._make_executors(programs, self._dynamic_shapes)
+        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
+        self._recorded.clear()
+
+    def _on_first_rank(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives on rank 0, on every rank; an error of ours is raised on all of them."""
+        own: Any = None
+        if 0 in self._world.ranks:
+            try:
+                own = compute()
+            except ZeroBubbleError as error:
+                own = error
+        found: Any = self._world.gather({rank: own if rank == 0 else None for rank in self._world.ranks})[0]
+        if isinstance(found, ZeroBubbleError):
+            raise found
+        return found  # type: ignore[no-any-return]
 
     def split_report(self) -> SplitReport:
         """Which parameters' gradients wait for W, per stage, and why others do not. Collective; after a training step.
@@ -350,14 +469,12 @@ class Pipeline:
                 parameter.grad = torch.zeros_like(parameter)
         self._run({rank: executor.run_measuring_memory for rank, executor in self._executors.items()}, batch)
         self.zero_grad()
+        self._memory = self._gathered_memory()
+        return self._memory
+
+    def _gathered_memory(self) -> MemoryTrace:
         live = self._world.gather({rank: self._executors[rank].live_bytes for rank in self._world.ranks})
         return MemoryTrace(self.schedule, tuple(map(tuple, live)))
-
-    def _timeline(self, rows: Sequence[tuple[list[int], list[int]]]) -> Timeline:
-        begin = min(starts[0] for starts, _ in rows)
-        starts = tuple(tuple((t - begin) / 1e6 for t in row) for row, _ in rows)
-        ends = tuple(tuple((t - begin) / 1e6 for t in row) for _, row in rows)
-        return Timeline(self.schedule, starts, ends, unit="ms")
 
     # ------------------------------------------------------------------------------------------------ building
 
@@ -382,9 +499,9 @@ class Pipeline:
         links = {link for program in programs for link in program.links}
         executors = {}
         for rank in self._world.ranks:
-            transport = self._world.transport(rank, links, dynamic_shapes)
+            transport = self._wrap_transport(self._world.transport(rank, links, dynamic_shapes))
             executors[rank] = Executor(
-                programs[rank], self._stages, self.schedule.num_stages, transport, self.validation.check
+                programs[rank], self._stages, self.schedule.num_stages, transport, self.validation.check, self._clock
             )
         return executors
 
@@ -417,6 +534,14 @@ def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     """All names together; None, which stands for any name, wins."""
     listed = list(names)
     return None if None in listed else frozenset().union(*(part for part in listed if part is not None))
+
+
+def _num_ranks(auto: Auto, group: dist.ProcessGroup | None) -> int:
+    if dist.is_initialized():
+        return dist.get_world_size(group)
+    if auto.num_ranks is None:
+        raise OptionError("without torch.distributed a pipeline that plans itself needs Auto(..., num_ranks=...)")
+    return auto.num_ranks
 
 
 def _default_device() -> torch.device:

@@ -1,20 +1,23 @@
-"""Costs from measured timelines: median op times per stage and median latency per hop."""
+"""Profiles: from measured timelines, what ops and hops take; from traces of memory, what microbatches hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING
 
 from zerobubble.costs import Costs
 from zerobubble.dependencies import needs, result
 from zerobubble.op import Kind
+from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zerobubble.schedule import Schedule
-    from zerobubble.timeline import Timeline
+
+_IDLE = 0.5
+"""A receiver that was idle for more than this share of a message's way waited for it."""
 
 
 @dataclass(frozen=True)
@@ -43,46 +46,123 @@ class MemoryTrace:
         return activation, tuple(max(bytes_, 0.0) for bytes_ in left)
 
 
-def measured_costs(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Costs:
-    """Costs of the stages as `timelines` of one schedule show them: medians over microbatches and steps.
+def timeline_of(
+    schedule: Schedule, rows: Sequence[Sequence[Sequence[int]]], ahead: Sequence[int] | None = None
+) -> Timeline:
+    """A measured timeline in ms from each rank's starts and ends in ns, whose clock is `ahead` by so many ns."""
+    ahead = ahead or [0] * len(rows)
+    begin = min(starts[0] - by for (starts, _), by in zip(rows, ahead, strict=True) if starts)
 
-    T_comm of a hop is taken where the receiver was idle, waiting for it; 0 where that never happened. Where a
-    stage runs BW only, T_B is taken as the whole of it and T_W as 0. M_B and M_W are those of `memory`, else 0.
+    def times(which: int) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple((t - by - begin) / 1e6 for t in row[which]) for row, by in zip(rows, ahead, strict=True))
+
+    return Timeline(schedule, times(0), times(1), unit="ms")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the stages of a running pipeline take.
+
+    Attributes:
+        costs: medians over microbatches and steps; M_B and M_W are 0 where no memory was measured.
+        spread: the distance between the quartiles, per stage, for `forward`, `backward_input`, `backward_weight` and
+            `backward_full`, and per stage boundary for `communication`; 0 where there are less than two samples.
+        steps: how many were measured.
+        divided: whether every stage ran B and W as ops of their own, so that T_B and T_W are known.
+    """
+
+    costs: Costs
+    spread: Mapping[str, tuple[float, ...]]
+    steps: int
+    divided: bool
+
+    def to_json(self) -> str:
+        """The costs file."""
+        return self.costs.to_json()
+
+
+def measured_costs(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Costs:
+    """The `costs` of `measured_profile`."""
+    return measured_profile(timelines, memory).costs
+
+
+def measured_profile(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Profile:
+    """What the stages take as `timelines` of one schedule show it: medians over microbatches and steps.
+
+    T_comm of a hop is taken where the receiver was idle for most of it: the mean of both directions, in which a
+    difference of the two clocks cancels; 0 where that never happened. Where a stage runs BW only, T_B is taken as the
+    whole of it and T_W as 0. M_B and M_W are those of `memory`, else 0.
     """
     schedule = timelines[0].schedule
-    durations: dict[tuple[Kind, int], list[float]] = {}
-    latencies: list[list[float]] = [[] for _ in range(schedule.num_stages - 1)]
+    stages, boundaries = range(schedule.num_stages), range(schedule.num_stages - 1)
+    samples = _Samples()
     for timeline in timelines:
-        _collect(timeline, durations, latencies)
+        samples.take(timeline)
 
-    def times(kind: Kind) -> tuple[float, ...]:
-        return tuple(median(durations.get((kind, stage), [0.0])) for stage in range(schedule.num_stages))
+    def times(kind: Kind, of: Callable[[Sequence[float]], float] = median) -> tuple[float, ...]:
+        return tuple(of(samples.durations.get((kind, stage), [0.0])) for stage in stages)
 
     activation, weight = memory.per_stage() if memory else (0.0, 0.0)
-    full = times(Kind.BW)
-    split = tuple(b + w for b, w in zip(times(Kind.B), times(Kind.W), strict=True))
-    return Costs(
+    full, b, w = times(Kind.BW), times(Kind.B), times(Kind.W)
+    costs = Costs(
         forward=times(Kind.F),
-        backward_input=tuple(b or both for b, both in zip(times(Kind.B), full, strict=True)),
-        backward_weight=times(Kind.W),
-        backward_full=tuple(both or parts for both, parts in zip(full, split, strict=True)),
-        communication=tuple(median(latency) if latency else 0.0 for latency in latencies),
+        backward_input=tuple(part or both for part, both in zip(b, full, strict=True)),
+        backward_weight=w,
+        backward_full=tuple(both or sum(parts) for both, *parts in zip(full, b, w, strict=True)),
+        communication=tuple(samples.latency(boundary) for boundary in boundaries),
         activation_memory=activation,
         weight_memory=weight,
         unit=timelines[0].unit,
     )
+    spreads = {
+        "forward": times(Kind.F, spread),
+        "backward_input": times(Kind.B, spread),
+        "backward_weight": times(Kind.W, spread),
+        "backward_full": times(Kind.BW, spread),
+        "communication": tuple(spread(samples.of_hop(boundary)) for boundary in boundaries),
+    }
+    divided = all((Kind.B, stage) in samples.durations for stage in stages)
+    return Profile(costs, spreads, len(timelines), divided)
 
 
-def _collect(timeline: Timeline, durations: dict[tuple[Kind, int], list[float]], latencies: list[list[float]]) -> None:
-    ended: dict[object, float] = {}
-    rows = list(zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True))
-    for order, starts, ends in rows:
-        for op, start, end in zip(order, starts, ends, strict=True):
-            durations.setdefault((op.kind, op.stage), []).append(end - start)
-            ended[result(op)] = end
-    for order, starts, ends in rows:
-        for op, start, free in zip(order[1:], starts[1:], ends):
-            for need in needs(op, timeline.schedule.num_stages):
-                crosses = timeline.schedule.placement.ranks[need.stage] != timeline.schedule.placement.ranks[op.stage]
-                if crosses and ended[need] > free:
-                    latencies[min(need.stage, op.stage)].append(max(start - ended[need], 0.0))
+def spread(values: Sequence[float]) -> float:
+    """The distance between the quartiles; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = quantiles(values, method="inclusive")
+    return third - first
+
+
+class _Samples:
+    """Op times per kind and stage, and latencies per hop, that is per (producer's, consumer's) stage."""
+
+    def __init__(self) -> None:
+        self.durations: dict[tuple[Kind, int], list[float]] = {}
+        self._latencies: dict[tuple[int, int], list[float]] = {}
+
+    def of_hop(self, boundary: int) -> list[float]:
+        """All latencies of a stage boundary, both directions."""
+        there, back = (boundary, boundary + 1), (boundary + 1, boundary)
+        return self._latencies.get(there, []) + self._latencies.get(back, [])
+
+    def latency(self, boundary: int) -> float:
+        """T_comm of a stage boundary."""
+        ways = [self._latencies.get(way) for way in ((boundary, boundary + 1), (boundary + 1, boundary))]
+        medians = [median(way) for way in ways if way]
+        return max(mean(medians), 0.0) if medians else 0.0
+
+    def take(self, timeline: Timeline) -> None:
+        """Add those of one step."""
+        ended: dict[object, float] = {}
+        ranks, stages = timeline.schedule.placement.ranks, timeline.schedule.num_stages
+        rows = list(zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True))
+        for order, starts, ends in rows:
+            for op, start, end in zip(order, starts, ends, strict=True):
+                self.durations.setdefault((op.kind, op.stage), []).append(end - start)
+                ended[result(op)] = end
+        for order, starts, ends in rows:
+            for op, start, free in zip(order[1:], starts[1:], ends):
+                for need in needs(op, stages):
+                    latency = start - ended[need]
+                    if ranks[need.stage] != ranks[op.stage] and start - free > _IDLE * latency:
+                        self._latencies.setdefault((need.stage, op.stage), []).append(latency)
