@@ -76,7 +76,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._scale is not None:
             self._scale.unscale(gradient for _, gradient in gradients)
         norms = self._norms(dict(gradients))
-        self._full = FullState(self._pipeline.exchange(norms), self._rules)
+        self._full = FullState(self._pipeline.validation.exchange(norms), self._rules)
         return gradients, norms.tolist()
 
     def _norms(self, gradients: dict[nn.Parameter, Tensor]) -> Tensor:
