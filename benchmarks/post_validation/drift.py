@@ -1,8 +1,9 @@
 """Claim: undo="reverse" takes no memory and drifts little; undo="snapshot" takes memory and drifts not at all.
 
 A small GPT on the demo's text; every step is taken unclipped, undone, and taken again with its gradients halved, once
-with each way to undo. Drift is the distance between the two runs over the size of what drifts, in parameters and in
-the optimizer's moments. Each run takes the gradients of its own parameters, so that a drift feeds on itself.
+with each way to undo. Drift is the distance between the two runs over the size of what drifts: weights, biases, and
+the optimizer's moments. Each run takes the gradients of its own parameters, so that a drift feeds on itself. The bias
+of attention's keys has no influence on the loss: its gradient is rounding noise, which Adam takes for a direction.
 
     python benchmarks/post_validation/drift.py
 """
@@ -33,6 +34,7 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
 }
 CONFIG = GPTConfig(vocabulary=64, context=32, width=32, heads=2, blocks=2, dropout=0.0)
+PARAMETERS = {"weights": 2, "biases": 1}
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
@@ -62,10 +64,10 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def tensors(self, what: str) -> list[Tensor]:
-        """The parameters, or one of the moments."""
+        """The weights (of two dimensions), the biases (of one), or one of the moments."""
         parameters = list(self.model.parameters())
-        if what == "parameters":
-            return [p.detach() for p in parameters]
+        if what in PARAMETERS:
+            return [p.detach() for p in parameters if p.dim() == PARAMETERS[what]]
         return [self.optimizer.state[p][what] for p in parameters if what in self.optimizer.state[p]]
 
 
@@ -94,7 +96,7 @@ def measure(name: str, lengths: list[int]) -> dict[str, Any]:
         snapshot.step(tokens)
         reverse.step(tokens)
         if step in lengths:
-            found["drift"][step] = {what: drift(reverse, snapshot, what) for what in ("parameters", *MOMENTS)}
+            found["drift"][step] = {what: drift(reverse, snapshot, what) for what in (*PARAMETERS, *MOMENTS)}
         if step == 2:  # in the first step the optimizer makes its state
             found["bytes"] = {"snapshot": snapshot.held, "reverse": reverse.held}
     found["bytes"]["parameters"] = sum(p.numel() * p.element_size() for p in snapshot.model.parameters())
@@ -107,8 +109,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title="undo='reverse': relative drift; bytes held until the step is final")
-    for column in ("optimizer", "amended steps", "parameters", "first moment", "second moment", "reverse", "snapshot"):
+    table = Table(title="undo='reverse': relative drift, and bytes held until the step is final")
+    for column in (
+        "optimizer",
+        "amended steps",
+        "weights",
+        "biases",
+        "first moment",
+        "second moment",
+        "reverse",
+        "snapshot",
+    ):
         table.add_column(column, justify="right")
     rows = {}
     for name in OPTIMIZERS:
@@ -118,7 +129,7 @@ def main() -> None:
             second = by_what["exp_avg_sq"]
             sizes = row["bytes"]
             table.add_row(
-                name, str(steps), f"{by_what['parameters']:.1e}", f"{first:.1e}",
+                name, str(steps), f"{by_what['weights']:.1e}", f"{by_what['biases']:.1e}", f"{first:.1e}",
                 "" if second is None else f"{second:.1e}", f"{sizes['reverse']:,}",
                 f"{sizes['snapshot']:,} ({sizes['snapshot'] / sizes['parameters']:.1f} x parameters)",
             )  # fmt: skip
