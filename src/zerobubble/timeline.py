@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from zerobubble.op import Op
     from zerobubble.schedule import Schedule
 
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+"""The units of time that can be told from each other, in seconds."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -69,7 +72,7 @@ class Timeline:
         return tuple(span - busy for span, busy in zip(self.spans, self.busy, strict=True))
 
     def scaled(self, factor: float, unit: str) -> Timeline:
-        """The same in another unit of time: every time multiplied by `factor`."""
+        """The same with every time multiplied by `factor`, which makes `unit` its unit."""
 
         def times(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
             return tuple(tuple(time * factor for time in row) for row in rows)

@@ -16,6 +16,7 @@ from zerobubble.op import Kind
 from zerobubble.runtime.deferred import Rule, apply
 from zerobubble.runtime.parcel import Parcel, form_of
 from zerobubble.runtime.split import register
+from zerobubble.timeline import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 _SPIN_NS = 100_000
 """`time.sleep` wakes some 60 to 100 us late: the last part of a wait is spent looking at the clock."""
 
-_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3, "ns": 1.0, "": 1e6}
 _BYTES = 2**18
 """Of the stage and state with most memory."""
 
@@ -80,10 +80,10 @@ def emulation(costs: Costs, schedule: Schedule, stretch: float = 1.0) -> Emulati
         OptionError: the unit of the costs is no unit of time.
         CostsError: the costs do not fit the placement.
     """
-    if costs.unit not in _NS:
+    if costs.unit and costs.unit not in SECONDS:
         raise OptionError(f"costs: the unit {costs.unit!r} cannot be emulated; give times in s, ms, us or ns")
     found = costs.resolve(schedule.placement)
-    seconds = _NS[costs.unit] / 1e9 * stretch
+    seconds = SECONDS[costs.unit or "ms"] * stretch
     memory = max(*found.activation_memory, *found.weight_memory)
     scale = _BYTES / memory if memory else 0.0
     divided = {op.stage for op in schedule.ops() if op.kind is Kind.B}
