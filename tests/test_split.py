@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +136,24 @@ def test_w_adds_in_place():
     split_step(module, x, torch.ones_like(module(x))).run()
     assert module.weight.grad is before
     torch.testing.assert_close(before, 2 * value)
+
+
+def test_w_lets_each_operand_go_before_it_computes_the_next_gradient():
+    store, parameter = WeightStore(), nn.Parameter(torch.zeros(2))
+    operands, alive = [], []
+
+    def contribution(total, operand):
+        alive.append(sum(reference() is not None for reference in operands))
+        return operand.clone() if total is None else total.add_(operand)
+
+    for value in range(3):
+        operand = torch.full((2,), float(value))
+        operands.append(weakref.ref(operand))
+        store.add(parameter, contribution, operand)
+        del operand
+    store.run()
+    assert alive == [3, 2, 1]
+    assert parameter.grad.tolist() == [3.0, 3.0]
 
 
 def test_the_first_layer_is_split_though_its_input_needs_no_gradient():

@@ -48,9 +48,8 @@ def apply(
     rule: Rule, store: WeightStore, x: Tensor, parameters: Sequence[Tensor | None], options: Options = ()
 ) -> Tensor:
     """Run a function under `rule`; its backward leaves the gradients of those `parameters` that need one in `store`."""
-    dtype = None
-    if rule.autocasts and x.dtype in _AUTOCAST and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = _autocast_dtype(x) if rule.autocasts and torch._C._is_any_autocast_enabled() else None
+    if dtype is not None:
         x = x.to(dtype)
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         store.recomputes = True
@@ -63,6 +62,13 @@ def apply(
 
 _AUTOCAST = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """What autocast casts: neither integers nor doubles."""
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of an input: None where it leaves it alone."""
+    if x.dtype in _AUTOCAST and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return None
 
 
 def _cast(parameters: Sequence[Tensor | None], dtype: torch.dtype | None) -> Sequence[Tensor | None]:

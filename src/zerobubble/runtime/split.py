@@ -10,7 +10,7 @@ gradient is a cheap by-product of the fused backward, and leaving it for W would
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class SplitBackward(TorchFunctionMode):
                 output = handler(self.store, *args, **kwargs)
                 if output is not NotImplemented:
                     return output
-        elif isinstance(func, FunctionType) and self._can_open(func, args, kwargs):
+        elif type(func) is FunctionType and func not in _FUSED and self._can_open(func, args, kwargs):
             return self._inside(func, args, kwargs)
         if self._uses is not None:
             self._note_use(func, (*args, *kwargs.values()))
@@ -74,8 +74,7 @@ class SplitBackward(TorchFunctionMode):
 
     def _can_open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether calls inside a Python function may take a parameter that trains."""
-        known = func in _FUSED or func is self._open
-        return not known and torch.is_grad_enabled() and any(map(_trains, (*args, *kwargs.values())))
+        return func is not self._open and torch.is_grad_enabled() and any(map(_trains, (*args, *kwargs.values())))
 
     def _inside(self, func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python function so that the calls inside it reach the mode. One that comes back is run plainly."""
@@ -129,7 +128,8 @@ def register(func: Callable[..., Any], handler: Handler) -> None:
 
 
 def _trains(value: object) -> bool:
-    return isinstance(value, torch.nn.Parameter) and value.requires_grad
+    # asked last for its type: on anything but a plain parameter that check runs Python
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf and isinstance(value, torch.nn.Parameter)
 
 
 def _defers(value: object) -> bool:
@@ -221,43 +221,27 @@ def _embedding(
     return apply(EMBEDDING, store, input, (weight,), (padding, scale_grad_by_freq))
 
 
-def _convolution(dims: int) -> Handler:
-    def handler(
-        store: WeightStore,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        if not _defers(weight) or not _leaf(bias) or isinstance(padding, str) or input.dim() != dims + 2:
-            return NotImplemented
-        options = (_each(stride, dims), _each(padding, dims), _each(dilation, dims), False, [0] * dims, groups)
-        return apply(CONVOLUTION, store, input, (weight, bias), options)
+def _convolution(
+    dims: int,
+    transposed: bool,
+    store: WeightStore,
+    input: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    order = ("stride", "padding", *(("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")))
+    given = {**_CONVOLUTION_DEFAULTS, **dict(zip(order, rest)), **named}
+    groups = given.pop("groups")
+    if not _defers(weight) or not _leaf(bias) or isinstance(given["padding"], str) or input.dim() != dims + 2:
+        return NotImplemented
+    sizes = {name: _each(value, dims) for name, value in given.items()}
+    options = (sizes["stride"], sizes["padding"], sizes["dilation"], transposed, sizes["output_padding"], groups)
+    return apply(CONVOLUTION, store, input, (weight, bias), options)
 
-    return handler
 
-
-def _transposed_convolution(dims: int) -> Handler:
-    def handler(
-        store: WeightStore,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        if not _defers(weight) or not _leaf(bias) or input.dim() != dims + 2:
-            return NotImplemented
-        sizes = (_each(stride, dims), _each(padding, dims), _each(dilation, dims))
-        return apply(CONVOLUTION, store, input, (weight, bias), (*sizes, True, _each(output_padding, dims), groups))
-
-    return handler
+_CONVOLUTION_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
 
 
 def _each(value: Any, dims: int) -> list[int]:
@@ -273,10 +257,10 @@ _HANDLERS: dict[Any, Handler] = {
     torch.einsum: _einsum,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.mm, Tensor.mm, torch.bmm, Tensor.bmm), _matmul),
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2),
-    F.conv3d: _convolution(3),
-    F.conv_transpose1d: _transposed_convolution(1),
-    F.conv_transpose2d: _transposed_convolution(2),
-    F.conv_transpose3d: _transposed_convolution(3),
+    F.conv1d: partial(_convolution, 1, False),
+    F.conv2d: partial(_convolution, 2, False),
+    F.conv3d: partial(_convolution, 3, False),
+    F.conv_transpose1d: partial(_convolution, 1, True),
+    F.conv_transpose2d: partial(_convolution, 2, True),
+    F.conv_transpose3d: partial(_convolution, 3, True),
 }

@@ -56,37 +56,42 @@ class WeightStore:
 
         So a parameter gets its whole gradient of a microbatch at once, in the order of W, and its hooks see just that.
         """
-        aside = [(parameter, parameter.grad, _silence(parameter)) for parameter in self._deferred]
-        for parameter, _, _ in aside:
+        before = [(parameter, parameter.grad) for parameter in self._deferred]
+        hooks = [(place, dict(place)) for parameter in self._deferred for place in _hooks(parameter)]
+        for parameter in self._deferred:
             parameter.grad = None
+        for place, _ in hooks:
+            place.clear()
         self.in_backward = True
         try:
             yield
         finally:
             self.in_backward = False
-            for parameter, before, hooks in aside:
+            for place, functions in hooks:
+                place.update(functions)
+            for parameter, gradient in before:
                 if parameter.grad is not None:
                     self.add(parameter, accumulate, parameter.grad)
-                parameter.grad = before
-                for place, functions in hooks:
-                    place.update(functions)
+                parameter.grad = gradient
 
     @torch.no_grad()
     def run(self) -> None:
-        """W: compute every gradient that was left, in the order in which B left them, add it to `.grad`, let go.
+        """W: compute every gradient that was left, add it to `.grad`, and let its operands go.
 
-        The hooks of a parameter run once, on its whole gradient of the microbatch, as under plain autograd.
+        What B left last comes first: right after B, that is still in a cache. The hooks of a parameter run once, on its
+        whole gradient of the microbatch, as under plain autograd.
         """
         hooked: dict[Tensor, Tensor | None] = {}
-        for parameter, contribution, operands in self._entries:
+        while self._entries:
+            parameter, contribution, operands = self._entries.pop()
             if _hooks(parameter):
                 hooked[parameter] = contribution(hooked.get(parameter), *operands)
-            else:
-                parameter.grad = contribution(parameter.grad, *operands).to(parameter.dtype)
-        self._entries.clear()
-        for parameter, gradient in hooked.items():
-            assert gradient is not None
-            _add_through_hooks(parameter, gradient.to(parameter.dtype))
+                continue
+            gradient = contribution(parameter.grad, *operands)
+            parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
+        for parameter, whole in hooked.items():
+            assert whole is not None
+            _add_through_hooks(parameter, whole.to(parameter.dtype))
 
     def tensors(self) -> list[Tensor]:
         """What the store keeps alive (for measuring M_W)."""
@@ -101,14 +106,6 @@ def accumulate(accumulator: Tensor | None, gradient: Tensor) -> Tensor:
 def _hooks(parameter: Tensor) -> list[dict[int, Callable[[Tensor], Any]]]:
     """The hooks on a parameter: on its gradient, and after its accumulation."""
     return [hooks for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if hooks]
-
-
-def _silence(parameter: Tensor) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Take the hooks off a parameter. Returns where to put them back."""
-    found = [(place, dict(place)) for place in _hooks(parameter)]
-    for place, _ in found:
-        place.clear()
-    return found
 
 
 def _add_through_hooks(parameter: Tensor, gradient: Tensor) -> None:
