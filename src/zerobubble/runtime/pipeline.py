@@ -105,7 +105,7 @@ class Pipeline:
         dynamic_shapes: bool = False,
         num_microbatches: int | None = None,
         memory_limit: float | None = None,
-        wrap_transport: Callable[[Transport], Transport] = lambda transport: transport,
+        wrap_transport: Callable[[Transport], Transport] | None = None,
     ) -> None:
         self._auto = auto_of(schedule, num_microbatches, memory_limit)
         if self._auto is not None:
@@ -465,7 +465,9 @@ class Pipeline:
         links = {link for program in programs for link in program.links}
         executors = {}
         for rank in self._world.ranks:
-            transport = self._wrap_transport(self._world.transport(rank, links, dynamic_shapes))
+            transport = self._world.transport(rank, links, dynamic_shapes)
+            if self._wrap_transport is not None:
+                transport = self._wrap_transport(transport)
             executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport, self._clock)
         return executors
 
