@@ -12,14 +12,14 @@ from strategies import schedules
 from zerobubble import Kind, Placement, lower, zb_h1
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import ScheduleError
-from zerobubble.lower import Message, Receive, Run, Send
+from zerobubble.lower import Message, Receive, Run, Send, Validate
 from zerobubble.op import BW, F
 from zerobubble.schedule import make_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from zerobubble import Schedule
+    from zerobubble import Op, Schedule
     from zerobubble.lower import Program
 
 
@@ -32,6 +32,12 @@ def by_link(listed: Iterable[Message]) -> dict[tuple[int, int], list[Message]]:
     for message in listed:
         links.setdefault((message.source, message.target), []).append(message)
     return links
+
+
+def warm_up(program: Program) -> list[Op]:
+    """The ops before `Validate`."""
+    (at,) = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Validate)]
+    return [instruction.op for instruction in program.instructions[:at] if isinstance(instruction, Run)]
 
 
 def crossings(schedule: Schedule) -> set[Message]:
@@ -51,6 +57,39 @@ def crossings(schedule: Schedule) -> set[Message]:
 def test_any_valid_schedule_runs_to_its_end_when_sends_block_until_their_receive_is_posted(schedule):
     ran = rendezvous.run(lower(schedule))
     assert sorted(ran) == sorted(schedule.ops())
+
+
+@given(schedules(max_ranks=5, max_chunks=3))
+def test_when_the_last_step_is_amended_the_warm_ups_run_twice_and_nothing_stale_is_left(schedule):
+    programs = lower(schedule)
+    ran = rendezvous.run(programs, amended=True)
+    assert sorted(ran) == sorted([*schedule.ops(), *(op for program in programs for op in warm_up(program))])
+
+
+@given(schedules(max_ranks=5, max_chunks=3))
+def test_a_warm_up_is_the_forwards_that_need_nothing_from_behind_another_ranks_validate(schedule):
+    programs = lower(schedule)
+    early = {op for program in programs for op in warm_up(program)}
+    for program, order in zip(programs, schedule.orders, strict=True):
+        length = len(warm_up(program))
+        assert all(op.kind is Kind.F and early.issuperset(needs(op, schedule.num_stages)) for op in order[:length])
+        following = order[length]
+        assert following.kind is not Kind.F or not early.issuperset(needs(following, schedule.num_stages))
+
+
+@given(schedules(max_ranks=5, max_chunks=3))
+def test_what_follows_validate_needs_a_forward_on_every_rank_so_that_waiting_there_delays_nothing(schedule):
+    ranks = schedule.placement.ranks
+    before = {}  # per result, the ranks that must have begun the step for it to be there
+    for rank, position in schedule.progress.sequence:
+        order = schedule.orders[rank]
+        op = order[position]
+        sources = [before[need] for need in needs(op, schedule.num_stages)]
+        previous = [before[result(order[position - 1])]] if position else []
+        before[result(op)] = {rank}.union(*sources, *previous)
+    for program in lower(schedule):
+        following = schedule.orders[program.rank][len(warm_up(program))]
+        assert before[result(following)] == set(ranks)
 
 
 @given(schedules())
@@ -111,14 +150,16 @@ def test_a_program_reads_as_what_the_rank_does():
     orders = [[F(0, 0), BW(0, 0)], [F(1, 0), BW(1, 0)]]
     first, last = lower(make_schedule("tiny", Placement.linear(2), 1, orders))
     assert str(first).splitlines() == [
-        "receive 1B0 (rank 1 -> 0)",
         "run     0F0",
         "send    0F0 (rank 0 -> 1)",
+        "validate",
+        "receive 1B0 (rank 1 -> 0)",
         "run     0BW0",
     ]
     assert str(last).splitlines() == [
         "receive 0F0 (rank 0 -> 1)",
         "run     1F0",
+        "validate",
         "run     1BW0",
         "send    1B0 (rank 1 -> 0)",
     ]
@@ -139,7 +180,7 @@ def test_receives_are_posted_ahead_of_need():
 def test_stages_on_one_rank_send_each_other_nothing():
     orders = [[F(0, 0), F(1, 0), BW(1, 0), BW(0, 0)]]
     (program,) = lower(make_schedule("alone", Placement((0, 0)), 1, orders))
-    assert [type(instruction) for instruction in program.instructions] == [Run] * 4
+    assert [type(instruction) for instruction in program.instructions] == [Run, Run, Validate, Run, Run]
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

@@ -32,6 +32,8 @@ from zerobubble.timeline import Timeline
 from zerobubble.validate import validate
 
 if TYPE_CHECKING:
+    from zerobubble.optim import PostValidatedOptimizer as PostValidatedOptimizer
+    from zerobubble.optim import SynchronousOptimizer as SynchronousOptimizer
     from zerobubble.runtime import Auto as Auto
     from zerobubble.runtime import Pipeline as Pipeline
     from zerobubble.runtime import Shared as Shared
@@ -40,7 +42,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NEED_TORCH = dict.fromkeys(("Auto", "Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime")
+_NEED_TORCH = {
+    **dict.fromkeys(("Auto", "Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime"),
+    **dict.fromkeys(("PostValidatedOptimizer", "SynchronousOptimizer"), "zerobubble.optim"),
+}
 
 
 def __getattr__(name: str) -> Any:

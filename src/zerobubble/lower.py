@@ -5,6 +5,11 @@ the order of the whole schedule, simulated with equal times, says that the sende
 before that. So receives of a link stand in the order in which the sender sends, and a rank that waits for a result
 has already posted every receive for what was sent before it: even if sends block until their receive is posted
 (rendezvous), a schedule without deadlock runs to its end.
+
+Every program has one `Validate`, at the end of the rank's warm-up: there the optimizer's last step may be amended, and
+the warm-up then runs again. The warm-ups of all ranks are closed: none needs a message that its sender sends behind
+its own `Validate`, and what is sent in a warm-up is posted in one. What comes next needs, over other ops, a forward
+on every rank, so that all of them have ended the step before: to wait there for news of it delays nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from zerobubble.simulate import op_times
 from zerobubble.validate import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from zerobubble.op import Op
     from zerobubble.schedule import Placement, Schedule
@@ -68,7 +73,18 @@ class Send:
     message: Message
 
 
-Instruction: TypeAlias = "Receive | Run | Send"
+@dataclass(frozen=True)
+class Validate:
+    """Validate the optimizer's last step. Where it is amended, all ranks run their programs again from the start.
+
+    `stale` is what other ranks have sent by their `Validate` and this rank has posted but not received by its own, in
+    order: it must take that in before it starts again.
+    """
+
+    stale: tuple[Message, ...] = ()
+
+
+Instruction: TypeAlias = "Receive | Run | Send | Validate"
 
 
 @dataclass(frozen=True)
@@ -85,13 +101,18 @@ class Program:
         return frozenset((message.source, message.target) for message in messages)
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{type(i).__name__.lower():8}{i.op if isinstance(i, Run) else i.message}" for i in self.instructions
-        )
+        return "\n".join(map(_line, self.instructions))
+
+
+def _line(instruction: Instruction) -> str:
+    if isinstance(instruction, Validate):
+        return "validate"
+    about = instruction.op if isinstance(instruction, Run) else instruction.message
+    return f"{type(instruction).__name__.lower():8}{about}"
 
 
 def lower(schedule: Schedule, forward_only: bool = False) -> tuple[Program, ...]:
-    """One program per rank; with `forward_only` its forwards alone, for evaluation.
+    """One program per rank; with `forward_only` its forwards alone, for evaluation: all warm-up, so without `Validate`.
 
     Raises:
         ScheduleError: the schedule is invalid.
@@ -100,12 +121,14 @@ def lower(schedule: Schedule, forward_only: bool = False) -> tuple[Program, ...]
     if forward_only:
         schedule = schedule.only({Kind.F})
     awaits = [[_awaits(op, schedule.placement) for op in order] for order in schedule.orders]
-    receives = _receives(schedule, awaits)
+    warm_ups = _warm_ups(schedule, awaits)
+    early = {op for order, length in zip(schedule.orders, warm_ups, strict=True) for op in order[:length]}
+    receives = _receives(schedule, awaits, warm_ups, early)
     sends: dict[Op, list[Message]] = {}
     for message in chain.from_iterable(chain.from_iterable(awaits)):
         sends.setdefault(message.producer, []).append(message)
     return tuple(
-        Program(rank, tuple(_instructions(order, awaits[rank], receives[rank], sends)))
+        Program(rank, tuple(_instructions(order, awaits[rank], receives[rank], sends, warm_ups[rank], early)))
         for rank, order in enumerate(schedule.orders)
     )
 
@@ -126,8 +149,30 @@ def _awaits(op: Op, placement: Placement) -> tuple[Message, ...]:
     )
 
 
-def _receives(schedule: Schedule, awaits: Sequence[Awaits]) -> list[dict[int, list[Message]]]:
-    """Per rank, position in its order -> the receives to post just before that op."""
+def _warm_ups(schedule: Schedule, awaits: Sequence[Awaits]) -> list[int]:
+    """Per rank, how many of its first ops are warm-up: forwards that need only what the warm-ups of all ranks send."""
+    lengths = [
+        next((i for i, op in enumerate(order) if op.kind is not Kind.F), len(order)) for order in schedule.orders
+    ]
+    while True:
+        early = {op for order, length in zip(schedule.orders, lengths, strict=True) for op in order[:length]}
+        shorter = [
+            next((i for i in range(length) if any(m.producer not in early for m in awaited[i])), length)
+            for length, awaited in zip(lengths, awaits, strict=True)
+        ]
+        if shorter == lengths:
+            return lengths
+        lengths = shorter
+
+
+def _receives(
+    schedule: Schedule, awaits: Sequence[Awaits], warm_ups: Sequence[int], early: Collection[Op]
+) -> list[dict[int, list[Message]]]:
+    """Per rank, position in its order -> the receives to post just before that op.
+
+    What is sent `early`, in a warm-up, is posted in the warm-up, and nothing else is: so no receive is left waiting for
+    something later when the program starts again.
+    """
     starts, _ = op_times(schedule, Costs().resolve(schedule.placement))
     started = {result(op): starts[rank][i] for rank, order in enumerate(schedule.orders) for i, op in enumerate(order)}
     receives: list[dict[int, list[Message]]] = []
@@ -136,15 +181,32 @@ def _receives(schedule: Schedule, awaits: Sequence[Awaits]) -> list[dict[int, li
         posts: dict[int, list[Message]] = {}
         for message in messages:
             position = bisect_left(starts[rank], started[message.producer]) - _LEAD
-            posts.setdefault(max(position, 0), []).append(message)
+            bounds = (0, warm_ups[rank]) if message.producer in early else (warm_ups[rank], len(starts[rank]))
+            posts.setdefault(min(max(position, bounds[0]), bounds[1]), []).append(message)
         receives.append(posts)
     return receives
 
 
 def _instructions(
-    order: Sequence[Op], awaits: Awaits, receives: dict[int, list[Message]], sends: dict[Op, list[Message]]
+    order: Sequence[Op],
+    awaits: Awaits,
+    receives: dict[int, list[Message]],
+    sends: dict[Op, list[Message]],
+    warm_up: int,
+    early: Collection[Op],
 ) -> Iterator[Instruction]:
     for position, op in enumerate(order):
-        yield from map(Receive, receives.get(position, ()))
+        posts = receives.get(position, ())
+        if position == warm_up:
+            yield from (Receive(message) for message in posts if message.producer in early)
+            yield _validate(awaits, receives, warm_up, early)
+            posts = [message for message in posts if message.producer not in early]
+        yield from map(Receive, posts)
         yield Run(op, awaits[position])
         yield from map(Send, sends.get(result(op), ()))
+
+
+def _validate(awaits: Awaits, receives: dict[int, list[Message]], warm_up: int, early: Collection[Op]) -> Validate:
+    received = set(chain.from_iterable(awaits[:warm_up]))
+    posted = chain.from_iterable(receives[position] for position in sorted(receives))
+    return Validate(tuple(m for m in posted if m.producer in early and m not in received))

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import PeerError
-from zerobubble.lower import Receive, Run, Send
+from zerobubble.lower import Receive, Run, Validate
 from zerobubble.op import Kind, Op
 from zerobubble.runtime.clock import HOST_CLOCK, Clock
 from zerobubble.runtime.live_memory import LiveMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from zerobubble.lower import Message, Program
+    from zerobubble.lower import Message, Program, Send
     from zerobubble.runtime.parcel import Parcel
     from zerobubble.runtime.stage import Batch, Stage
     from zerobubble.runtime.transport import Transport
@@ -40,6 +40,8 @@ class Executor:
         stages: this rank's stages by number.
         num_stages: of the whole pipeline.
         transport: carries the messages.
+        validate: asked at the program's `Validate`: whether the optimizer's last step was amended, so that the batch
+            starts again.
         clock: tells when ops start and end.
     """
 
@@ -49,9 +51,11 @@ class Executor:
         stages: Mapping[int, Stage],
         num_stages: int,
         transport: Transport,
+        validate: Callable[[Batch], bool] = lambda _: False,
         clock: Clock = HOST_CLOCK,
     ) -> None:
         self.rank = program.rank
+        self.discarded: list[tuple[list[Any], list[Any]]] = []
         self.starts: list[Any] = []
         self.ends: list[Any] = []
         self.live_bytes: list[int] = []
@@ -59,7 +63,8 @@ class Executor:
         self._transport = transport
         self._now = clock.now
         self._results: dict[Op, Parcel] = {}
-        self._plan: list[_Task | Receive | Send] = [
+        self._validate = validate
+        self._plan: list[_Task | Receive | Send | Validate] = [
             self._task(i, stages, num_stages) if isinstance(i, Run) else i for i in program.instructions
         ]
 
@@ -71,13 +76,21 @@ class Executor:
         return _Task(op, stages[op.stage], run.awaits, source, result(op) if feeds_another else None)
 
     def run(self, batch: Batch) -> None:
-        """Run the program once. `starts` and `ends` then hold the clock's marks of every op, in order.
+        """Run the program. `starts` and `ends` then hold the clock's marks of every op, in order.
+
+        Where the optimizer's last step was amended, `discarded` holds those of the ops that had to run again.
 
         Raises:
             PeerError: another rank failed, died or let the timeout pass.
             Exception: whatever an op raised.
         """
-        self.starts, self.ends = [], []
+        self.discarded = []
+        while not self._run_once(batch):
+            self.discarded.append((self.starts, self.ends))
+
+    def _run_once(self, batch: Batch) -> bool:
+        """Run the program to its end; or return False at its `Validate`, ready to start again."""
+        self.starts, self.ends, self.live_bytes = [], [], []
         self._results.clear()
         transport, results = self._transport, self._results
         item = None
@@ -87,18 +100,22 @@ class Executor:
                     self._run_op(item, batch)
                 elif isinstance(item, Receive):
                     transport.post(item.message)
-                else:
+                elif not isinstance(item, Validate):
                     transport.send(item.message, results.pop(item.message.producer))
+                elif self._validate(batch):
+                    for message in item.stale:
+                        transport.receive(message)
+                    return False
         except BaseException as error:
             where = f"{item.op} of step {batch.step}" if isinstance(item, _Task) else f"step {batch.step}"
             if not isinstance(error, PeerError) and hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"This happened on rank {self.rank}, in {where}.")
             transport.failed(error, where)
             raise
+        return True
 
     def run_measuring_memory(self, batch: Batch) -> None:
         """As `run`, slower: `live_bytes` then holds the bytes alive after every op, of tensors made since the start."""
-        self.live_bytes = []
         try:
             with LiveMemory() as self._memory:
                 self.run(batch)
@@ -130,7 +147,7 @@ def _compute(stage: Stage, op: Op, batch: Batch, parcel: Parcel | None) -> Parce
     if kind is Kind.W:
         stage.backward_weight(microbatch)
         return None
-    gradients = stage.backward_input(microbatch, parcel)
+    gradients = stage.backward_input(microbatch, parcel, batch.loss_scale)
     if kind is Kind.BW:
         stage.backward_weight(microbatch)
     return gradients

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, SupportsFloat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
 
 @total_ordering
 class LateValue:
@@ -18,8 +16,8 @@ class LateValue:
     `value.item()`, `float(value)`, printing, comparing and adding wait for it; `repr` does not.
     """
 
-    def __init__(self, resolve: Callable[[], Tensor]) -> None:
-        self._resolve: Callable[[], Tensor] | None = resolve
+    def __init__(self, resolve: Callable[[], SupportsFloat]) -> None:
+        self._resolve: Callable[[], SupportsFloat] | None = resolve
         self._value: float | None = None
 
     def item(self) -> float:

@@ -7,8 +7,8 @@ from collections import deque
 from functools import partial
 from hashlib import sha256
 from itertools import chain
-from math import fsum, isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from zerobubble.runtime.auto import auto_of, choose, free_bytes
 from zerobubble.runtime.batch import samples, split
 from zerobubble.runtime.clock import clock_for, offsets
 from zerobubble.runtime.executor import Executor
+from zerobubble.runtime.grad_norm import check_clipping, clip_coefficient, gradient_norms, total_norm
 from zerobubble.runtime.layout import (
     build_layer,
     checked_layers,
@@ -31,11 +32,14 @@ from zerobubble.runtime.profile import MemoryTrace, measured_profile, timeline_o
 from zerobubble.runtime.randomness import own_randomness
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
+from zerobubble.runtime.validation import Validation
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
 from zerobubble.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
 
     from zerobubble.lower import Program
     from zerobubble.planner import Plan
@@ -54,6 +58,9 @@ _log = logging.getLogger("zerobubble")
 
 _RECORDED_STEPS = 256
 _EVALUATION_STEP = -1
+
+_alive: WeakSet[Pipeline] = WeakSet()
+"""The pipelines of this process: an optimizer finds its own by its parameters."""
 
 
 class Pipeline:
@@ -85,6 +92,7 @@ class Pipeline:
         step_count: training steps taken; set it when you resume a run.
         schedule: the schedule; `use` and `replan` change it.
         plan: what the last planning found, and why (`plan.notes[0]`); None before any.
+        validation: where optimizers that step ahead report.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -129,15 +137,21 @@ class Pipeline:
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
+        self.validation = Validation(self.module, self._stages.values())
         self._clock = clock_for(self._device)
         self._dynamic_shapes = dynamic_shapes
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
-        self._keywords = _union(self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
+        told = self._world.gather(
+            {rank: (self._own_keywords(), self._num_parameters(rank)) for rank in self._world.ranks}
+        )
+        self._keywords = _union(keywords for keywords, _ in told)
+        self._sizes = [size for _, size in told]
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[Any], list[Any]]]] = deque(maxlen=_RECORDED_STEPS)
         self._taken = 0
         self._memory: MemoryTrace | None = None
+        _alive.add(self)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -170,6 +184,7 @@ class Pipeline:
             auto, self._auto = self._auto, None
             self.replan(auto.memory_limit, steps=auto.profile_steps, effort=auto.effort)
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
+        self.validation.begin()
         measures_memory = self._auto is not None and self._auto.measures_memory(self._taken)
         loss = self._run(
             {r: e.run_measuring_memory if measures_memory else e.run for r, e in self._executors.items()}, batch
@@ -188,6 +203,7 @@ class Pipeline:
 
         Collective: every rank must call it. Shapes may differ from those of training, and from call to call.
         """
+        self.validation.finish()
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
@@ -248,14 +264,17 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that live here, for an optimizer."""
+        self.validation.finish()
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that live here; names start with the number of the layer in the model."""
+        self.validation.finish()
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the layers that live here. The union over all ranks is complete and independent of the layout."""
+        self.validation.finish()
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,6 +283,7 @@ class Pipeline:
         Raises:
             OptionError: an entry of a layer that lives here is missing or has another shape.
         """
+        self.validation.finish()
         own = self.module.state_dict()
         missing = [name for name in own if name not in state]
         if missing:
@@ -298,24 +318,37 @@ class Pipeline:
             The norm before clipping; where it is not finite, nothing is scaled.
 
         Raises:
-            OptionError: `max_norm` is not positive.
+            OptionError: `max_norm` or `norm_type` is not positive.
         """
-        if not max_norm > 0:
-            raise OptionError(f"max_norm must be a positive number; got {max_norm!r}")
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        own = [torch.linalg.vector_norm(gradient.double(), norm_type) for gradient in gradients]
-        norms = torch.stack(own).tolist() if own else []
+        check_clipping(max_norm, norm_type)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norms = gradient_norms(gradients, norm_type).tolist()
         gathered = self._world.gather(
             {rank: norms if rank == self._world.ranks[0] else [] for rank in self._world.ranks}
         )
-        if norm_type == float("inf"):
-            total = max(chain.from_iterable(gathered), default=0.0)
-        else:  # fsum rounds once, so that the order does not matter
-            total = fsum(norm**norm_type for norm in chain.from_iterable(gathered)) ** (1 / norm_type)
-        if isfinite(total) and total > max_norm:
+        total = total_norm(chain.from_iterable(gathered), norm_type)
+        coefficient = clip_coefficient(total, max_norm)
+        if coefficient != 1.0:
             for gradient in gradients:
-                gradient.mul_(max_norm / total)
+                gradient.mul_(coefficient)
         return total
+
+    def exchange(self, norms: Tensor) -> Callable[[], list[float]]:
+        """Start to give `norms`, one number per parameter that lives here, to every rank.
+
+        Every rank must make this call; what is returned waits for the numbers of all and gives them, by rank.
+        """
+        first = self._world.ranks[0]
+        others = norms.new_empty(0)
+        arrivals = self._world.exchange(
+            {rank: norms if rank == first else others for rank in self._world.ranks}, self._sizes
+        )
+        return lambda: torch.cat(arrivals()).tolist()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks live in this process."""
+        return len(self._world.ranks) == self.schedule.num_ranks
 
     # ------------------------------------------------------------------------------------------------ measuring
 
@@ -393,6 +426,7 @@ class Pipeline:
         digest = sha256(str(schedule).encode()).hexdigest()
         if len(set(self._world.gather(dict.fromkeys(self._world.ranks, digest)))) > 1:
             raise OptionError("every rank must go on with the same schedule; they gave different ones")
+        self.validation.finish()
         self.schedule = schedule
         self._executors = self._make_executors(programs, self._dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
@@ -430,6 +464,7 @@ class Pipeline:
         Meaningful where every rank has a process of its own.
         """
         batch = self._batch(self.step_count, inputs, targets, None, keywords)
+        self.validation.begin()
         for parameter in self.parameters():  # so that no gradient is allocated while activations are counted
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -468,11 +503,34 @@ class Pipeline:
             transport = self._world.transport(rank, links, dynamic_shapes)
             if self._wrap_transport is not None:
                 transport = self._wrap_transport(transport)
-            executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport, self._clock)
+            executors[rank] = Executor(
+                programs[rank], self._stages, self.schedule.num_stages, transport, self.validation.check, self._clock
+            )
         return executors
+
+    def _num_parameters(self, rank: int) -> int:
+        """All parameters that live here count for the first rank that does."""
+        return len(list(self.module.parameters())) if rank == self._world.ranks[0] else 0
 
     def _own_keywords(self) -> frozenset[str] | None:
         return _union(keyword_names(layer) for layer in self.module.values())
+
+
+def pipeline_of(parameters: Iterable[nn.Parameter]) -> Pipeline:
+    """The pipeline of this process that all `parameters` belong to.
+
+    Raises:
+        OptionError: there is none, or more than one.
+    """
+    wanted = set(parameters)
+    owners = [pipeline for pipeline in _alive if wanted <= set(pipeline.module.parameters())]
+    if len(owners) != 1:
+        trouble = "belong to several pipelines" if owners else "are not those of one pipeline"
+        raise OptionError(
+            f"the optimizer's parameters {trouble}: build the optimizer from pipeline.parameters(), or say which one "
+            "is meant with pipeline=..."
+        )
+    return owners[0]
 
 
 def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:

@@ -39,6 +39,7 @@ class Batch:
         targets: second argument of the loss function.
         keywords: keyword arguments for every layer that names them.
         weights: by what the loss of each microbatch is multiplied.
+        loss_scale: by what the backward multiplies every loss on top of that (for fp16).
         losses: filled by the last stage: the loss of each microbatch before weighting (0-dimensional).
     """
 
@@ -47,6 +48,7 @@ class Batch:
     targets: Sequence[Any]
     keywords: Sequence[Mapping[str, Any]]
     weights: Sequence[float]
+    loss_scale: float = 1.0
     losses: dict[int, Tensor] = field(default_factory=dict)
 
     def total_loss(self) -> Tensor:
@@ -154,9 +156,11 @@ class Stage:
             self._saved[microbatch] = _Saved(inlets, edges, weights, store)
         return sent if self._loss_fn is None else None
 
-    def backward_input(self, microbatch: int, parcel: Parcel | None) -> Parcel:
+    def backward_input(self, microbatch: int, parcel: Parcel | None, loss_scale: float = 1.0) -> Parcel:
         """B: the gradients of the stage's inputs, given those of its outputs; leaves the weights' for W."""
         inlets, edges, weights, store = self._saved.pop(microbatch)
+        if loss_scale != 1.0:
+            weights = [weight * loss_scale for weight in weights]
         if edges:
             with self._of_a_backward():
                 backward(edges, [*(parcel.tensors if parcel else ()), *weights], store)
@@ -190,7 +194,7 @@ class Stage:
                 self._shared[parameter], parameter.grad = parameter.grad, grad
 
     def clear(self) -> None:
-        """Forget everything that a broken-off step left behind."""
+        """Forget everything of a step that is broken off, or starts again."""
         self._saved.clear()
         self._stores.clear()
         self._shared = dict.fromkeys(self._shared, None)

@@ -1,0 +1,8 @@
+"""Optimizers of a pipeline: clipping and the check for NaN over all ranks, without waiting for them."""
+
+from __future__ import annotations
+
+from zerobubble.optim.post_validated import PostValidatedOptimizer, StepCounts
+from zerobubble.optim.synchronous import SynchronousOptimizer
+
+__all__ = ["PostValidatedOptimizer", "StepCounts", "SynchronousOptimizer"]
