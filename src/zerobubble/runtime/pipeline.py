@@ -39,8 +39,6 @@ from zerobubble.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
-
     from zerobubble.lower import Program
     from zerobubble.planner import Plan
     from zerobubble.runtime.auto import Auto
@@ -137,16 +135,15 @@ class Pipeline:
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
-        self.validation = Validation(self.module, self._stages.values())
-        self._clock = clock_for(self._device)
-        self._dynamic_shapes = dynamic_shapes
-        self._executors = self._make_executors(programs, dynamic_shapes)
-        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         told = self._world.gather(
             {rank: (self._own_keywords(), self._num_parameters(rank)) for rank in self._world.ranks}
         )
         self._keywords = _union(keywords for keywords, _ in told)
-        self._sizes = [size for _, size in told]
+        self.validation = Validation(self.module, self._stages.values(), self._world, [size for _, size in told])
+        self._clock = clock_for(self._device)
+        self._dynamic_shapes = dynamic_shapes
+        self._executors = self._make_executors(programs, dynamic_shapes)
+        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[Any], list[Any]]]] = deque(maxlen=_RECORDED_STEPS)
         self._taken = 0
@@ -332,23 +329,6 @@ class Pipeline:
             for gradient in gradients:
                 gradient.mul_(coefficient)
         return total
-
-    def exchange(self, norms: Tensor) -> Callable[[], list[float]]:
-        """Start to give `norms`, one number per parameter that lives here, to every rank.
-
-        Every rank must make this call; what is returned waits for the numbers of all and gives them, by rank.
-        """
-        first = self._world.ranks[0]
-        others = norms.new_empty(0)
-        arrivals = self._world.exchange(
-            {rank: norms if rank == first else others for rank in self._world.ranks}, self._sizes
-        )
-        return lambda: torch.cat(arrivals()).tolist()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all ranks live in this process."""
-        return len(self._world.ranks) == self.schedule.num_ranks
 
     # ------------------------------------------------------------------------------------------------ measuring
 
