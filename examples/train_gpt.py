@@ -8,6 +8,7 @@ With CUDA each process takes one GPU and they talk over NCCL; without it each ta
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 from pathlib import Path
@@ -28,8 +29,11 @@ EVALUATION_BATCHES = 4
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--schedule", default="zb_h1", help="name of a generator, or a schedule file (.csv, .json, .txt)"
+        "--schedule",
+        default="zb_h1",
+        help="name of a generator, a schedule file (.csv, .json, .txt), or auto: measure for some steps, plan, go on",
     )
+    parser.add_argument("--memory-limit", type=float, help="bytes of activations per rank, for auto")
     parser.add_argument("--microbatches", type=int, default=4, help="per step; a schedule file has its own")
     parser.add_argument("--steps", type=int, default=50, help="training steps of this run")
     parser.add_argument("--samples", type=int, default=16, help="per step, over all microbatches")
@@ -54,7 +58,9 @@ def start_process_group() -> None:
         dist.init_process_group("gloo")
 
 
-def make_schedule(name: str, num_microbatches: int) -> zb.Schedule:
+def make_schedule(name: str, num_microbatches: int, memory_limit: float | None) -> zb.Schedule | zb.Auto:
+    if name == "auto":
+        return zb.Auto(num_microbatches, memory_limit)
     if Path(name).is_file():
         return notation.load(Path(name))
     return zb.generate(name, dist.get_world_size(), num_microbatches)
@@ -94,12 +100,12 @@ def merged(parts: Any) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what schedule auto chooses, and why
     start_process_group()
     config = GPTConfig(blocks=arguments.blocks)
-    schedule = make_schedule(arguments.schedule, arguments.microbatches)
-    pipeline = zb.Pipeline(
-        gpt_layers(config), next_token_loss, schedule, partition=gpt_partition(config, schedule.num_stages)
-    )
+    schedule = make_schedule(arguments.schedule, arguments.microbatches, arguments.memory_limit)
+    num_stages = dist.get_world_size() if isinstance(schedule, zb.Auto) else schedule.num_stages
+    pipeline = zb.Pipeline(gpt_layers(config), next_token_loss, schedule, partition=gpt_partition(config, num_stages))
     optimizer = torch.optim.AdamW(pipeline.named_parameters(), lr=arguments.learning_rate)
     if arguments.load:
         load(arguments.load, pipeline, optimizer)

@@ -69,7 +69,7 @@ class Timeline:
         return tuple(span - busy for span, busy in zip(self.spans, self.busy, strict=True))
 
     def scaled(self, factor: float, unit: str) -> Timeline:
-        """The same in another unit of time: every time multiplied by `factor`."""
+        """The same with every time multiplied by `factor`, which makes `unit` its unit."""
 
         def times(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
             return tuple(tuple(time * factor for time in row) for row in rows)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from zerobubble import notation, plot
+from zerobubble.cli.compare import show_comparison
 from zerobubble.cli.inputs import (
     SCHEDULE,
     AsJson,
@@ -60,13 +62,27 @@ def show(
         Notation | None,
         typer.Option("--format", help="Give the schedule itself in this notation (torch: its CSV for torch)."),
     ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Name the ops that came late: of a plan and a measured timeline, of two measured ones, or of one file "
+            "that holds plan and measured step, as `emulate -o` writes it.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw schedules over time, one above the other, or convert one with --format."""
+    """Draw schedules and timelines over time, one above the other, compare two, or convert one with --format."""
     if as_json and (output or form):
         raise OptionError("--json prints the timeline; leave out --output and --format")
     options = Options(ranks, microbatches, chunks, costs, memory_limit)
-    timelines = [simulated(schedule, options) for schedule in schedules]
+    sources = [_timelines(source, options) for source in schedules]
+    if compare:
+        if form is not None:
+            raise OptionError("--compare draws or prints; leave out --format")
+        show_comparison(*_pair(sources), output, as_json)
+        return
+    timelines = list(chain.from_iterable(sources))
     if output is not None and form is None and output.suffix.lower() == ".csv":
         form = Notation.csv
     if as_json:
@@ -79,6 +95,22 @@ def show(
         out = console()
         basic = out.color_system in ("standard", "windows")
         out.print(plot.text(timelines, drawing_width(), basic_colours=basic), soft_wrap=True)
+
+
+def _timelines(source: str, options: Options) -> list[tuple[str, Timeline]]:
+    """Those in a file of timelines, else the simulation of a schedule."""
+    return plot.read(source) if plot.holds_timelines(source) else [simulated(source, options)]
+
+
+def _pair(sources: list[list[tuple[str, Timeline]]]) -> tuple[tuple[str, Timeline], tuple[str, Timeline]]:
+    """What is to be compared: the last timeline of each of two sources, or the first and last of a single one."""
+    counts = [len(source) for source in sources]
+    if len(sources) > 2 or sum(counts) < 2 or 0 in counts:
+        raise OptionError(
+            f"--compare needs two timelines: two sources, or one file that holds a plan and a measured step; "
+            f"got {len(sources)} with {' and '.join(map(str, counts))}"
+        )
+    return (sources[0][0] if len(sources) == 1 else sources[0][-1]), sources[-1][-1]
 
 
 def _convert(timelines: list[tuple[str, Timeline]], form: Notation, output: Path | None) -> None:

@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING
 
 from zerobubble.errors import OptionError
 from zerobubble.plot.text import text
-from zerobubble.plot.trace import to_json, trace
+from zerobubble.plot.trace import holds_timelines, read, to_json, trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
+    from zerobubble.op import Op
     from zerobubble.timeline import Timeline
 
 SUFFIXES = {".svg": "a figure", ".png": "a figure", ".json": "a trace for ui.perfetto.dev or chrome://tracing"}
 """What `save` can write, by suffix."""
 
 
-def save(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+def save(
+    timelines: Sequence[tuple[str, Timeline]], path: str | Path, notes: Sequence[str] = (), marked: Collection[Op] = ()
+) -> None:
     """Draw `(title, timeline)` pairs into a file of the kind that its suffix says: .svg, .png, or .json for a trace.
+
+    In a figure the lines of `notes` stand beneath, and the ops in `marked` have a frame.
 
     Raises:
         OptionError: another suffix, no timeline, timelines with different units under one axis, or a place that
@@ -41,9 +46,9 @@ def save(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
         else:
             from zerobubble.plot.figure import write  # only here: it needs matplotlib
 
-            write(timelines, path)
+            write(timelines, path, notes, marked)
     except OSError as error:
         raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-__all__ = ["SUFFIXES", "save", "text", "trace"]
+__all__ = ["SUFFIXES", "holds_timelines", "read", "save", "text", "trace"]

@@ -22,12 +22,12 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
 
-    from zerobubble.op import Kind
+    from zerobubble.op import Kind, Op
     from zerobubble.plot.layout import Box, Panel
     from zerobubble.timeline import Timeline
 
@@ -40,6 +40,7 @@ _STYLE: Any = {
 }
 _BUBBLE: dict[str, Any] = {"facecolor": "#f3f3f3", "edgecolor": "#c4c4c4", "hatch": "/////", "linewidth": 0.0}
 _LINE = "#222222"
+_MARK = "#d0021b"
 _GAP = 0.09
 """White space above and below the boxes, as a share of a rank's row."""
 
@@ -51,10 +52,12 @@ _MANY = 20_000
 """With more boxes than this, an SVG holds them as one picture."""
 
 # inches
-_LEFT, _RIGHT, _TOP, _HEAD, _AXIS, _LEGEND = 0.72, 0.2, 0.06, 0.54, 0.44, 0.32
+_LEFT, _RIGHT, _TOP, _HEAD, _AXIS, _LEGEND, _NOTE = 0.72, 0.2, 0.06, 0.54, 0.44, 0.32, 0.17
 
 
-def write(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
+def write(
+    timelines: Sequence[tuple[str, Timeline]], path: Path, notes: Sequence[str] = (), marked: Collection[Op] = ()
+) -> None:
     """Write the drawing to `path`; its suffix, .svg or .png, says as what. The same timelines give the same bytes.
 
     Raises:
@@ -62,31 +65,36 @@ def write(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
         OSError: the file cannot be written.
     """
     with rc_context(_STYLE):
-        draw(timelines).savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        draw(timelines, notes, marked).savefig(path, dpi=160, metadata=metadata)
 
 
-def draw(timelines: Sequence[tuple[str, Timeline]]) -> Figure:
+def draw(timelines: Sequence[tuple[str, Timeline]], notes: Sequence[str] = (), marked: Collection[Op] = ()) -> Figure:
     """The timelines one above the other over one time axis.
 
     Per rank a row of boxes, one per op: colour says the kind, its shade the chunk, the number the microbatch. Grey is
     the bubble: the rank's time until its next step may begin. Lines across the ranks part warm-up, steady phase and
-    cool-down.
+    cool-down. The ops in `marked` have a frame, and the lines of `notes` stand beneath.
 
     Raises:
         OptionError: no timeline, or timelines with different units.
     """
     drawn = panels(timelines)
     unit = shared_unit(drawn)
-    sheet = _Sheet.of(drawn)
+    sheet = _Sheet.of(drawn, len(notes))
     with rc_context(_STYLE):
         figure = Figure(figsize=(sheet.width, sheet.height), facecolor="white")
         FigureCanvasAgg(figure)
         for panel, bottom in zip(drawn, sheet.bottoms, strict=True):
             axes = _axes(figure, sheet, panel, bottom)
             _draw_panel(axes, sheet, panel)
+            _frame(axes, panel, marked)
         axes.set_xlabel(f"time ({unit})" if unit else "time", fontsize=9, color=_LINE, labelpad=2)
         axes.tick_params(labelbottom=True)
         _legend(figure, sheet, drawn)
+        for i, note in enumerate(reversed(notes)):
+            y = (_NOTE * (i + 0.4)) / sheet.height
+            figure.text(_LEFT / sheet.width, y, note, fontsize=8, color=_LINE, va="bottom", parse_math=False)
     return figure
 
 
@@ -98,6 +106,7 @@ class _Sheet(NamedTuple):
     row: float
     bottoms: tuple[float, ...]
     end: float
+    foot: float
 
     @property
     def axes_width(self) -> float:
@@ -110,19 +119,20 @@ class _Sheet(NamedTuple):
         return self.axes_width * 72 / self.end
 
     @classmethod
-    def of(cls, drawn: Sequence[Panel]) -> _Sheet:
+    def of(cls, drawn: Sequence[Panel], num_notes: int = 0) -> _Sheet:
         """Rows as high as reads well, lower where there are many; as wide as the typical op needs for its number."""
         rows = [len(panel.timeline.starts) for panel in drawn]
         row = min(max(14.0 / sum(rows), 0.1), 0.32)
         end = max(panel.end for panel in drawn) or 1.0
         typical = min(_typical_duration(panel) for panel in drawn) or end
         width = min(max(10.0, _LEFT + _RIGHT + 0.16 * end / typical), 20.0)
-        height = _TOP + sum(_HEAD + row * count for count in rows) + _AXIS + _LEGEND
+        foot = _NOTE * num_notes
+        height = _TOP + sum(_HEAD + row * count for count in rows) + _AXIS + _LEGEND + foot
         bottoms, y = [], height - _TOP
         for count in rows:
             y -= _HEAD + row * count
             bottoms.append(y)
-        return cls(width, height, row, tuple(bottoms), end)
+        return cls(width, height, row, tuple(bottoms), end, foot)
 
 
 def _typical_duration(panel: Panel) -> float:
@@ -168,6 +178,14 @@ def _draw_panel(axes: Axes, sheet: _Sheet, panel: Panel) -> None:
     _number(axes, sheet, panel, boxes)
     _mark_phases(axes, sheet, panel)
     _head(axes, sheet, panel)
+
+
+def _frame(axes: Axes, panel: Panel, marked: Collection[Op]) -> None:
+    ranks = range(len(panel.timeline.starts)) if marked else ()
+    frames = [_rectangle(b.rank, b.start, b.end) for rank in ranks for b in panel.boxes(rank) if b.op in marked]
+    axes.add_collection(
+        PolyCollection(frames, facecolors="none", edgecolors=_MARK, linewidths=1.6, zorder=5), autolim=False
+    )
 
 
 def _rectangle(rank: int, start: float, end: float) -> list[tuple[float, float]]:
@@ -247,6 +265,6 @@ def _legend(figure: Figure, sheet: _Sheet, drawn: Sequence[Panel]) -> None:
         labels.append("chunks 0 and 1" if chunks == 2 else f"chunks 0 to {chunks - 1}")
     figure.legend(
         handles, labels, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)}, ncols=len(labels), frameon=False,
-        loc="lower left", bbox_to_anchor=((_LEFT - 0.07) / sheet.width, 0.02 / sheet.height), fontsize=9,
+        loc="lower left", bbox_to_anchor=((_LEFT - 0.07) / sheet.width, (0.02 + sheet.foot) / sheet.height), fontsize=9,
         handlelength=1.5, handleheight=1.0, columnspacing=1.8, borderpad=0.2, labelcolor=_LINE,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobubble import notation
+from zerobubble.costs import SECONDS
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import NotationError
 from zerobubble.plot.layout import Panel, panels
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from zerobubble.op import Op
     from zerobubble.plot.layout import Box
-
-_MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
 _Event = dict[str, Any]
 
@@ -40,7 +39,7 @@ def trace(timelines: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
     flows = count(1)
     drawn = panels(timelines)
     for pid, panel in enumerate(drawn):
-        scale = _MICROSECONDS.get(panel.timeline.unit, 1.0)
+        scale = round(SECONDS.get(panel.timeline.unit, 1e-6) * 1e9) / 1e3
         boxes = {box.op: box for rank in range(len(panel.timeline.starts)) for box in panel.boxes(rank)}
         events += _names(pid, panel)
         events += (_op(pid, box, scale) for box in boxes.values())
@@ -70,6 +69,18 @@ def to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
         "peak_memory": list(timeline.peak_memory),
         "hop": list(timeline.hop),
     }
+
+
+def holds_timelines(path: str | Path) -> bool:
+    """Whether this is a JSON file that `read` is for, and not a schedule."""
+    path = Path(path)
+    if path.suffix.lower() != ".json" or not path.is_file():
+        return False
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and not {"timelines", "traceEvents"}.isdisjoint(data)
 
 
 def read(path: str | Path) -> list[tuple[str, Timeline]]:

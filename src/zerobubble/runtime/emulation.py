@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from zerobubble.errors import OptionError
 from zerobubble.op import Kind
 from zerobubble.runtime.deferred import Rule, apply
 from zerobubble.runtime.parcel import Parcel, form_of
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 _SPIN_NS = 100_000
 """`time.sleep` wakes some 60 to 100 us late: the last part of a wait is spent looking at the clock."""
 
-_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "µs": 1e3, "ns": 1.0, "": 1e6}
 _BYTES = 2**18
 """Of the stage and state with most memory."""
 
@@ -77,13 +75,10 @@ def emulation(costs: Costs, schedule: Schedule, stretch: float = 1.0) -> Emulati
     A stage that runs BW only takes T_BW for it, in the proportion of T_B and T_W.
 
     Raises:
-        OptionError: the unit of the costs is no unit of time.
-        CostsError: the costs do not fit the placement.
+        CostsError: the costs do not fit the placement, or their unit is no unit of time.
     """
-    if costs.unit not in _NS:
-        raise OptionError(f"costs: the unit {costs.unit!r} cannot be emulated; give times in s, ms, us or ns")
     found = costs.resolve(schedule.placement)
-    seconds = _NS[costs.unit] / 1e9 * stretch
+    seconds = costs.seconds * stretch
     memory = max(*found.activation_memory, *found.weight_memory)
     scale = _BYTES / memory if memory else 0.0
     divided = {op.stage for op in schedule.ops() if op.kind is Kind.B}
@@ -132,6 +127,7 @@ class DelayedTransport:
         self.failed: Callable[[BaseException, str], None] = inner.failed
         self._inner = inner
         self._latency_ns = [int(seconds * 1e9) for seconds in latency]
+        self._early: dict[Message, tuple[Parcel, int]] = {}
 
     def send(self, message: Message, parcel: Parcel) -> None:
         """Send `parcel` with the time."""
@@ -140,10 +136,27 @@ class DelayedTransport:
 
     def receive(self, message: Message) -> Parcel:
         """Wait for `message`, and until its latency has passed."""
+        parcel, due = self._early.pop(message) if message in self._early else self._received(message)
+        sleep_until(due)
+        return parcel
+
+    def arrived(self, message: Message, patience: float) -> bool:
+        """Whether it is here and its latency has passed."""
+        deadline = perf_counter_ns() + int(patience * 1e9)
+        if message not in self._early:
+            if not self._inner.arrived(message, patience):
+                return False
+            self._early[message] = self._received(message)
+        due = self._early[message][1]
+        sleep_until(min(due, deadline))
+        return due <= perf_counter_ns()
+
+    def _received(self, message: Message) -> tuple[Parcel, int]:
+        """The parcel, and when it may be used."""
         parcel = self._inner.receive(message)
         *tensors, stamp = parcel.tensors
-        sleep_until(int(stamp) + self._latency_ns[min(message.producer.stage, message.consumer_stage)])
-        return Parcel(parcel.skeleton[0], tuple(tensors))
+        due = int(stamp) + self._latency_ns[min(message.producer.stage, message.consumer_stage)]
+        return Parcel(parcel.skeleton[0], tuple(tensors)), due
 
 
 # ---------------------------------------------------------------------------------------------------- layers
