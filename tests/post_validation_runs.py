@@ -38,6 +38,7 @@ class Run:
     seed: int = 0
     scaled: bool = False
     autocast: bool = False
+    reactive: bool = False
     reads: dict[int, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     adaptive: bool = False
@@ -78,7 +79,8 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def pipeline_of(run: Run) -> Pipeline:
     layers = [lambda n=n: Block(n, run.scaled) for n in range(LAYERS)]
-    return Pipeline(layers, loss_of, run.schedule, seed=run.seed, timeout=60)
+    reactive = zb.Costs(unit="ms") if run.reactive else None
+    return Pipeline(layers, loss_of, run.schedule, seed=run.seed, timeout=60, reactive=reactive)
 
 
 def inner_optimizer(run: Run, pipeline: Pipeline) -> torch.optim.Optimizer:

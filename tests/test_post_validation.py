@@ -56,6 +56,7 @@ TWO_RANKS = {
     "at first": Run(zb.zb_h1(2, 4), AT_FIRST, adaptive=True),
     "at first, stubborn": Run(zb.zb_h1(2, 4), AT_FIRST),
     "another schedule": Run(zb.zb_h1(2, 4), EVERYTHING, reads={0: "use"}),
+    "reactive": Run(zb.zb_h2(2, 4), EVERYTHING, reactive=True),
     "reverse, SGD": Run(zb.zb_h1(2, 4), EVERYTHING, "sgd", options={"undo": "reverse"}),
     "reverse, AdamW": Run(zb.zb_v(2, 4), EVERYTHING, options={"undo": "reverse"}),
     "largest element": Run(zb.zb_v(2, 4), EVERYTHING, options={"norm_type": float("inf")}),
@@ -91,6 +92,10 @@ def test_reading_right_after_an_amended_step_finds_it_amended(two_ranks, name):
 
 def test_the_schedule_may_change_right_after_an_amended_step(two_ranks):
     assert two_ranks["another schedule"].amended == 7
+
+
+def test_a_rank_that_reacts_to_lateness_amends_as_well(two_ranks):
+    assert two_ranks["reactive"].amended == 7
 
 
 @pytest.mark.parametrize("name", [name for name in TWO_RANKS if name.startswith("reverse")])
