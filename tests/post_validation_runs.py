@@ -170,6 +170,25 @@ def train_both(_report: Any, runs: list[Run]) -> list[tuple[dict[str, Any], dict
     return [(train(run, synchronous=True), train(run)) for run in runs]
 
 
+def train_with_two_optimizers(_report: Any, run: Run) -> list[Any]:
+    """The end of a synchronous run and of one ahead, each with an optimizer for weights and one for biases."""
+    ends = []
+    for kind in (zb.SynchronousOptimizer, zb.PostValidatedOptimizer):
+        pipeline = pipeline_of(run)
+        weights = [p for p in pipeline.parameters() if p.dim() > 1]
+        biases = [p for p in pipeline.parameters() if p.dim() == 1]
+        optimizers = [kind(torch.optim.AdamW(weights), CLIP), kind(torch.optim.SGD(biases, lr=0.1), CLIP / 2)]
+        random = Random(run.seed)
+        for step, bent in enumerate(run.bends):
+            pipeline.step(*batch(step))
+            bend(pipeline, bent, random)
+            for optimizer in optimizers:
+                optimizer.step()
+        norms = [optimizer.grad_norm.item() for optimizer in optimizers]
+        ends.append(({key: value.clone() for key, value in pipeline.state_dict().items()}, norms))
+    return [*ends, [optimizer.counts.amended for optimizer in optimizers]]
+
+
 def reference(run: Run) -> dict[str, Any]:
     """The same run in this process, with one stage, waiting for the norm before every step."""
     one = zb.gpipe(1, run.schedule.num_microbatches)

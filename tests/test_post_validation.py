@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from post_validation_runs import BENDS, Run, assert_close_run, assert_same_run, reference, train_all, train_both
+from post_validation_runs import (
+    BENDS,
+    Run,
+    assert_close_run,
+    assert_same_run,
+    reference,
+    same,
+    train_all,
+    train_both,
+    train_with_two_optimizers,
+)
 from strategies import random_schedule
 
 import zerobubble as zb
@@ -180,6 +190,15 @@ def test_three_hundred_steps_of_every_schedule_optimizer_and_scenario(num_ranks)
     results = launch(train_all, num_ranks, runs, time_limit=7000)
     for run, told, *parts in zip(runs, expected, *results, strict=True):
         assert_same_run(run, parts, told)
+
+
+def test_two_optimizers_over_one_pipeline_amend_each_their_own():
+    run = Run(zb.zb_v(2, 4), ("lone", "fine", "nan", "fine", "lone", "pooled", "fine"), seed=5)
+    for synchronous, ahead, amended in launch(train_with_two_optimizers, 2, run, time_limit=LIMIT):
+        assert same(list(synchronous[0].values()), list(ahead[0].values()))
+        assert same(synchronous[1], ahead[1])
+        assert amended[0] != amended[1]
+        assert min(amended) >= 2
 
 
 # ------------------------------------------------------------------------------------------------ who waits for whom
