@@ -82,7 +82,7 @@ class Profile:
 
 
 def measured_costs(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Costs:
-    """The `costs` of `measured_profile`."""
+    """Costs of the stages as `timelines` of one schedule show them: the `costs` of their `measured_profile`."""
     return measured_profile(timelines, memory).costs
 
 
