@@ -92,14 +92,16 @@ def faulty_pipeline(report, rank, wrong, timeout):
         raise
 
 
-def small_gradients(schedule, num_layers):
+def small_gradients(schedule, num_layers, **options):
     """Gradients, by name, of this process's part of a small model of `num_layers` layers after a step."""
 
     def layer():
         return torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
 
     partition = None if schedule.num_stages == num_layers else [num_layers]
-    pipeline = Pipeline([layer] * num_layers, lambda y, _: (y**2).mean(), schedule, partition=partition, timeout=60)
+    pipeline = Pipeline(
+        [layer] * num_layers, lambda y, _: (y**2).mean(), schedule, partition=partition, timeout=60, **options
+    )
     pipeline.step(torch.randn(2 * schedule.num_microbatches, 4, generator=torch.Generator().manual_seed(0)))
     return {name: p.grad for name, p in pipeline.named_parameters()}
 

@@ -18,6 +18,8 @@ from zerobubble.bounds import _most_work_held, lower_bound, lower_bounds
 from zerobubble.errors import OptionError
 from zerobubble.op import B, F, Op
 from zerobubble.paper import profiled_costs, profiles
+from zerobubble.planner.heuristic import Rule, refill
+from zerobubble.planner.problem import Problem, cost
 from zerobubble.schedule import Schedule
 from zerobubble.validate import find_faults
 
@@ -104,10 +106,23 @@ def test_no_peer_falls_below():
 def test_zb_h1_is_optimal_at_its_memory(profile):
     """RULES: before the first and after the last op, memory p*M_B leaves exactly ZB-H1's bubble."""
     p, m = profiles()[profile]["p"], profiles()[profile]["m"]
-    cost = simulate(generate("zb_h1", p, m), profiled_costs(profile)).cost
-    found = lower_bound(profiled_costs(profile).resolve(Placement.linear(p)), Placement.linear(p), m, p)
-    assert found.value == pytest.approx(cost, rel=1e-9)
-    assert "memory at the ends" in found.reason
+    reached = simulate(generate("zb_h1", p, m), profiled_costs(profile)).cost
+    found = lower_bounds(profiled_costs(profile).resolve(Placement.linear(p)), Placement.linear(p), m, p)
+    assert found[0].value == pytest.approx(reached, rel=1e-9)
+    assert next(b for b in found if "memory at the ends" in b.reason).value == pytest.approx(reached, rel=1e-9)
+
+
+@pytest.mark.parametrize(("model", "printed"), [("1.5B/p8/m24", 7.03), ("6.2B/p8/m24", 4.03), ("14.6B/p16/m48", 4.98)])
+def test_zb_v_with_w_moved_is_optimal_at_its_memory(model, printed):
+    """The bubble rates that the paper authors' ZB-V reaches with p*M_B: no V schedule does better."""
+    p, m = profiles()[model]["p"], profiles()[model]["m"]
+    placement = Placement.v(p)
+    given_costs = profiled_costs(model).split(2).resolve(placement)
+    found = lower_bound(given_costs, placement, m, p)
+    problem = Problem(given_costs, placement, m, p)
+    orders = refill(problem, problem.encode(generate("zb_v", p, m)), Rule())
+    assert cost(problem, orders) == pytest.approx(found.value, rel=1e-9)
+    assert round(100 * (1 - max(problem.work) / found.value), 2) == printed
 
 
 def test_explains_the_papers_odd_cell():

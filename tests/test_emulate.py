@@ -9,7 +9,7 @@ import torch
 
 import zerobubble as zb
 from zerobubble import cli, plot
-from zerobubble.errors import NotationError, OptionError
+from zerobubble.errors import CostsError, NotationError
 from zerobubble.op import Kind
 from zerobubble.plot.trace import read
 from zerobubble.runtime import Pipeline
@@ -76,7 +76,7 @@ def test_in_process_too_memory_is_held_from_f_to_w():
 
 
 def test_a_unit_that_is_no_time_is_refused():
-    with pytest.raises(OptionError, match="'parsec' cannot be emulated"):
+    with pytest.raises(CostsError, match="'parsec' is no unit of real time"):
         emulation(zb.Costs(unit="parsec"), zb.zb_h1(2, 2))
 
 

@@ -19,6 +19,7 @@ from zerobubble.optim.scaling import LossScale
 from zerobubble.optim.undo import Reverse, Settings, Snapshot
 from zerobubble.runtime import Pipeline
 from zerobubble.runtime.grad_norm import clip_coefficient, gradient_norms, total_norm
+from zerobubble.runtime.live_memory import LiveMemory
 
 # ------------------------------------------------------------------------------------------------ the norm
 
@@ -154,6 +155,29 @@ def test_a_step_undone_by_arithmetic_is_undone_but_for_rounding(name):
         torch.testing.assert_close([p.detach() for p in parameters], before[0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(optimizer.state_dict()["state"], before[1], rtol=1e-10, atol=1e-12)
         take(optimizer, parameters, step_gradients)
+
+
+def held_bytes(undo, kind, **options):
+    """What is alive more, after a step that is not the first, as long as it may have to be undone."""
+    parameters, gradients = parameters_with_gradients(0)
+    optimizer = kind(parameters, lr=0.1, **options)
+    take(optimizer, parameters, gradients[0])
+    with LiveMemory() as memory:
+        kept = undo(optimizer, list(zip(parameters, gradients[1])))
+        take(optimizer, parameters, gradients[1])
+        held = memory.bytes
+        kept()
+    return held / sum(p.nbytes for p in parameters)
+
+
+def test_reverse_holds_no_memory_and_a_snapshot_what_the_docs_say():
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    assert held_bytes(Reverse, adamw) == held_bytes(Reverse, sgd, momentum=0.9) == 0
+    assert held_bytes(Snapshot, adamw) == pytest.approx(3, abs=0.2)  # and the counts of steps
+    assert held_bytes(Snapshot, sgd, momentum=0.9) == 2
+    assert held_bytes(Snapshot, sgd) == 1
+    assert held_bytes(Snapshot, sgd, momentum=0.9, nesterov=True) == 3  # with the gradients
+    assert held_bytes(Snapshot, torch.optim.RMSprop) == pytest.approx(3, abs=0.2)
 
 
 def test_settings_come_back_but_what_was_set_since_stays():

@@ -110,19 +110,46 @@ class _Case:
             yield Bound(self.m * self.per_microbatch(stages), f"work: rank {rank} is busy that long")
 
     def streams(self) -> Iterator[Bound]:
-        """From rank r's first F down to rank q, all of q's F and B down to stage s, and the last B's way up to r."""
+        """From rank r's first F to when rank q is through with stage s, and the way from there back up to r.
+
+        Rank q is through with all F of s, or with all B of s. By then it has run what must come before, also what
+        memory has forced it to. It has idled as well while its first B was under way and memory held too few F to fill
+        that time; those F are among what it must run, so the idle time comes on top.
+        """
         for rank, own in enumerate(self.stages):
-            first = own[0]
             for other, stages in enumerate(self.stages):
-                later = [s for s in stages if s >= first]
+                later = [s for s in stages if s >= own[0]]
                 for s in later:
-                    stream = self.down[later[0]] - self.down[first] + self._until_last_backward(later, s)
-                    value = stream + self.way_back(s, first) + self.W[first]
-                    yield Bound(
-                        value,
-                        f"stream: rank {rank} waits for its first microbatch to reach rank {other}, for all forwards "
-                        f"and backwards of stage {s} there, and for the last one's way back",
-                    )
+                    yield from self._streams_through(rank, other, later, s)
+
+    def _streams_through(self, rank: int, other: int, later: Sequence[int], stage: int) -> Iterator[Bound]:
+        """The two streams of `other`, of whose stages only `later` are counted, that end with `stage`."""
+        first = self.stages[rank][0]
+        arrival, wait = self.down[later[0]] - self.down[first], self._idle_before(later)
+        way_up = self.way_back(stage, first) + self.W[first]
+        begin = f"stream: rank {rank} waits for its first microbatch to reach rank {other}, for all forwards"
+        yield Bound(
+            arrival + wait + self._until_last_backward(later, stage) + way_up,
+            f"{begin} and backwards of stage {stage} there, and for the last one's way back",
+        )
+        first_b_comes_before_last_f = self.m > self._most_forwards(stage)
+        turn = self.round_trip(stage) - self.F[stage] + self.B[stage]
+        yield Bound(
+            arrival + wait * first_b_comes_before_last_f + self._until_last_forward(later, stage) + turn + way_up,
+            f"{begin} of stage {stage} there with the backwards that make room for them, and for the last one's way "
+            "down and back",
+        )
+
+    def _until_last_forward(self, stages: Sequence[int], stage: int) -> float:
+        """Work of `stages` of one rank that must be done when the last F of `stage` ends.
+
+        All F up to that stage are; of their B and W only what memory holds can be left.
+        """
+        passed = [s for s in stages if s <= stage]
+        undone = [(self.memory[s], self.B[s] + self.W[s], self.m) for s in passed]
+        undone += [(self.weight_memory[s], self.W[s], self.m) for s in passed]
+        backward = self.m * sum(self.B[s] + self.W[s] for s in passed)
+        return self.m * sum(self.F[s] for s in passed) + max(backward - _most_work_held(undone, self.limit), 0.0)
 
     def _until_last_backward(self, stages: Sequence[int], stage: int) -> float:
         """Work of `stages` of one rank that must be done when the last B of `stage` ends."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zerobubble.costs import SECONDS
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import OptionError
-from zerobubble.timeline import SECONDS
 
 if TYPE_CHECKING:
     from zerobubble.op import Op

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from zerobubble.op import Op
     from zerobubble.schedule import Placement
 
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+"""How long the units of time are."""
+
 PerStage: TypeAlias = "float | tuple[float, ...]"
 """One number for every stage, or one per stage in data-flow order."""
 
@@ -143,6 +146,18 @@ class Costs:
             return hops[min(a, b)] if abs(a - b) == 1 else max(hops)
 
         return tuple(latency(i, a, b) for i, (a, b) in enumerate(boundaries))
+
+    @property
+    def seconds(self) -> float:
+        """How long one unit of time is; without a name for it, a millisecond.
+
+        Raises:
+            CostsError: the unit is no unit of time.
+        """
+        unit = self.unit or "ms"
+        if unit not in SECONDS:
+            raise CostsError(f"costs: {self.unit!r} is no unit of real time; give times in s, ms, us or ns")
+        return SECONDS[unit]
 
     @classmethod
     def from_json(cls, text: str, source: str = "costs") -> Costs:

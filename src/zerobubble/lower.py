@@ -112,7 +112,9 @@ def _line(instruction: Instruction) -> str:
 
 
 def lower(schedule: Schedule, forward_only: bool = False) -> tuple[Program, ...]:
-    """One program per rank; with `forward_only` its forwards alone, for evaluation: all warm-up, so without `Validate`.
+    """One program per rank; with `forward_only` its forwards alone, for evaluation.
+
+    Forwards alone are all warm-up, and have no `Validate`.
 
     Raises:
         ScheduleError: the schedule is invalid.

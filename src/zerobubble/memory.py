@@ -19,18 +19,19 @@ def held_memory(order: Sequence[Op], costs: StageCosts) -> Iterator[float]:
     F adds M_B when it starts; B turns M_B into M_W when it ends; W frees M_W and BW frees M_B when they end.
     """
     held = 0.0
-    for stage, kind, _ in order:
-        activation, weight = costs.activation_memory[stage], costs.weight_memory[stage]
-        before = held
-        if kind is Kind.F:
-            held += activation
-        elif kind is Kind.B:
-            held += weight - activation
-        elif kind is Kind.W:
-            held -= weight
-        else:
-            held -= activation
+    for op in order:
+        before, held = held, held_after(held, op, costs)
         yield max(before, held)
+
+
+def held_after(held: float, op: Op, costs: StageCosts) -> float:
+    """What a rank holds after `op`, if it held `held` before."""
+    activation, weight = costs.activation_memory[op.stage], costs.weight_memory[op.stage]
+    if op.kind is Kind.F:
+        return held + activation
+    if op.kind is Kind.B:
+        return held + weight - activation
+    return held - (weight if op.kind is Kind.W else activation)
 
 
 def peak_memory(order: Sequence[Op], costs: StageCosts) -> float:

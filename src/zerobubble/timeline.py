@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from zerobubble.op import Op
     from zerobubble.schedule import Schedule
 
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-"""The units of time that can be told from each other, in seconds."""
-
 
 @dataclass(frozen=True)
 class Timeline:

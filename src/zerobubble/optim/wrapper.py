@@ -67,7 +67,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def validate(self) -> None:
         """Make sure that the last step is final."""
 
-    def _take(self) -> tuple[Gradients, list[float]]:
+    def _take(self) -> tuple[Gradients, Tensor]:
         """Take the gradients off the parameters, unscaled, and tell all ranks their norms, which are returned too."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -76,8 +76,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._scale is not None:
             self._scale.unscale(gradient for _, gradient in gradients)
         norms = self._norms(dict(gradients))
-        self._full = FullState(self._pipeline.exchange(norms), self._rules)
-        return gradients, norms.tolist()
+        self._full = FullState(self._pipeline.validation.exchange(norms), self._rules)
+        return gradients, norms
 
     def _norms(self, gradients: dict[nn.Parameter, Tensor]) -> Tensor:
         """One per parameter of the pipeline that lives here, 0 for those without gradient."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobubble import notation
+from zerobubble.costs import SECONDS
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import NotationError
 from zerobubble.plot.layout import Panel, panels
-from zerobubble.timeline import SECONDS, Timeline
+from zerobubble.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

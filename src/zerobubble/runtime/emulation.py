@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from zerobubble.errors import OptionError
 from zerobubble.op import Kind
 from zerobubble.runtime.deferred import Rule, apply
 from zerobubble.runtime.parcel import Parcel, form_of
 from zerobubble.runtime.split import register
-from zerobubble.timeline import SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,13 +75,10 @@ def emulation(costs: Costs, schedule: Schedule, stretch: float = 1.0) -> Emulati
     A stage that runs BW only takes T_BW for it, in the proportion of T_B and T_W.
 
     Raises:
-        OptionError: the unit of the costs is no unit of time.
-        CostsError: the costs do not fit the placement.
+        CostsError: the costs do not fit the placement, or their unit is no unit of time.
     """
-    if costs.unit and costs.unit not in SECONDS:
-        raise OptionError(f"costs: the unit {costs.unit!r} cannot be emulated; give times in s, ms, us or ns")
     found = costs.resolve(schedule.placement)
-    seconds = SECONDS[costs.unit or "ms"] * stretch
+    seconds = costs.seconds * stretch
     memory = max(*found.activation_memory, *found.weight_memory)
     scale = _BYTES / memory if memory else 0.0
     divided = {op.stage for op in schedule.ops() if op.kind is Kind.B}
@@ -132,6 +127,7 @@ class DelayedTransport:
         self.failed: Callable[[BaseException, str], None] = inner.failed
         self._inner = inner
         self._latency_ns = [int(seconds * 1e9) for seconds in latency]
+        self._early: dict[Message, tuple[Parcel, int]] = {}
 
     def send(self, message: Message, parcel: Parcel) -> None:
         """Send `parcel` with the time."""
@@ -140,10 +136,27 @@ class DelayedTransport:
 
     def receive(self, message: Message) -> Parcel:
         """Wait for `message`, and until its latency has passed."""
+        parcel, due = self._early.pop(message) if message in self._early else self._received(message)
+        sleep_until(due)
+        return parcel
+
+    def arrived(self, message: Message, patience: float) -> bool:
+        """Whether it is here and its latency has passed."""
+        deadline = perf_counter_ns() + int(patience * 1e9)
+        if message not in self._early:
+            if not self._inner.arrived(message, patience):
+                return False
+            self._early[message] = self._received(message)
+        due = self._early[message][1]
+        sleep_until(min(due, deadline))
+        return due <= perf_counter_ns()
+
+    def _received(self, message: Message) -> tuple[Parcel, int]:
+        """The parcel, and when it may be used."""
         parcel = self._inner.receive(message)
         *tensors, stamp = parcel.tensors
-        sleep_until(int(stamp) + self._latency_ns[min(message.producer.stage, message.consumer_stage)])
-        return Parcel(parcel.skeleton[0], tuple(tensors))
+        due = int(stamp) + self._latency_ns[min(message.producer.stage, message.consumer_stage)]
+        return Parcel(parcel.skeleton[0], tuple(tensors)), due
 
 
 # ---------------------------------------------------------------------------------------------------- layers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from zerobubble.dependencies import needs, result
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from zerobubble.lower import Message, Program, Send
     from zerobubble.runtime.parcel import Parcel
+    from zerobubble.runtime.reactive import Reactor
     from zerobubble.runtime.stage import Batch, Stage
     from zerobubble.runtime.transport import Transport
 
@@ -43,6 +46,7 @@ class Executor:
         validate: asked at the program's `Validate`: whether the optimizer's last step was amended, so that the batch
             starts again.
         clock: tells when ops start and end.
+        reactor: if given, says before each op which W's run first; otherwise they run where the program has them.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Executor:
         transport: Transport,
         validate: Callable[[Batch], bool] = lambda _: False,
         clock: Clock = HOST_CLOCK,
+        reactor: Reactor | None = None,
     ) -> None:
         self.rank = program.rank
         self.discarded: list[tuple[list[Any], list[Any]]] = []
@@ -64,9 +69,12 @@ class Executor:
         self._now = clock.now
         self._results: dict[Op, Parcel] = {}
         self._validate = validate
+        self._reactor = reactor
+        self._ran: list[Op] = []
         self._plan: list[_Task | Receive | Send | Validate] = [
             self._task(i, stages, num_stages) if isinstance(i, Run) else i for i in program.instructions
         ]
+        self._tasks = {item.op: item for item in self._plan if isinstance(item, _Task)}
 
     @staticmethod
     def _task(run: Run, stages: Mapping[int, Stage], num_stages: int) -> _Task:
@@ -90,14 +98,16 @@ class Executor:
 
     def _run_once(self, batch: Batch) -> bool:
         """Run the program to its end; or return False at its `Validate`, ready to start again."""
-        self.starts, self.ends, self.live_bytes = [], [], []
+        self.starts, self.ends, self.live_bytes, self._ran = [], [], [], []
         self._results.clear()
         transport, results = self._transport, self._results
+        reacts = self._reactor is not None and self._memory is None
+        run_op = self._react if reacts else self._run_op
         item = None
         try:
             for item in self._plan:
                 if isinstance(item, _Task):
-                    self._run_op(item, batch)
+                    run_op(item, batch)
                 elif isinstance(item, Receive):
                     transport.post(item.message)
                 elif not isinstance(item, Validate):
@@ -106,6 +116,9 @@ class Executor:
                     for message in item.stale:
                         transport.receive(message)
                     return False
+            if reacts:
+                self._run_weights(None, batch)
+                self._sort_record()
         except BaseException as error:
             where = f"{item.op} of step {batch.step}" if isinstance(item, _Task) else f"step {batch.step}"
             if not isinstance(error, PeerError) and hasattr(error, "add_note"):  # Python 3.11
@@ -121,6 +134,37 @@ class Executor:
                 self.run(batch)
         finally:
             self._memory = None
+
+    def _react(self, task: _Task, batch: Batch) -> None:
+        """Run the op after such W's as the reactor says; those of the program wait for their turn."""
+        if task.op.kind is not Kind.W:
+            self._run_weights(task, batch)
+            self._run_noted(task, batch)
+
+    def _run_weights(self, before: _Task | None, batch: Batch) -> None:
+        """Run the W's that should run before this op, or all that are left."""
+        assert self._reactor is not None
+        op, awaits = (before.op, before.awaits) if before else (None, ())
+        arrived = partial(self._transport_has, awaits)
+        while (weight := self._reactor.weight_before(op, perf_counter_ns(), arrived)) is not None:
+            self._run_noted(self._tasks[weight], batch)
+
+    def _transport_has(self, messages: tuple[Message, ...], patience: float) -> bool:
+        return all(self._transport.arrived(message, patience) for message in messages)
+
+    def _run_noted(self, task: _Task, batch: Batch) -> None:
+        assert self._reactor is not None
+        if not self._ran:
+            self._reactor.begin(perf_counter_ns())
+        self._run_op(task, batch)
+        self._reactor.ran(task.op)
+        self._ran.append(task.op)
+
+    def _sort_record(self) -> None:
+        """Put what was recorded in the order of the program."""
+        places = {op: place for place, op in enumerate(self._ran)}
+        order = [places[op] for op in self._tasks]
+        self.starts, self.ends = ([marks[place] for place in order] for marks in (self.starts, self.ends))
 
     def _run_op(self, task: _Task, batch: Batch) -> None:
         op, results, transport = task.op, self._results, self._transport

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def gradient_norms(gradients: Iterable[Tensor | None], norm_type: float) -> Tensor:
-    """The norm of each gradient, 0 where there is none: [gradients], float64 on the CPU. Waits for the device."""
+    """The norm of each gradient, 0 where there is none: [gradients], float64, on the device of the gradients."""
     zero = torch.zeros((), dtype=torch.float64)
     norms = [zero if gradient is None else _norm(gradient, norm_type) for gradient in gradients]
     device = next((norm.device for norm in norms if norm is not zero), zero.device)
-    return torch.stack([norm.to(device) for norm in norms]).cpu() if norms else zero.new_empty(0)
+    return torch.stack([norm.to(device) for norm in norms]) if norms else zero.new_empty(0)
 
 
 def _norm(gradient: Tensor, norm_type: float) -> Tensor:

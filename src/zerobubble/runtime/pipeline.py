@@ -30,6 +30,7 @@ from zerobubble.runtime.layout import (
 )
 from zerobubble.runtime.profile import MemoryTrace, measured_profile, timeline_of
 from zerobubble.runtime.randomness import own_randomness
+from zerobubble.runtime.reactive import Reactor
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.validation import Validation
@@ -39,8 +40,7 @@ from zerobubble.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import Tensor
-
+    from zerobubble.costs import Costs
     from zerobubble.lower import Program
     from zerobubble.planner import Plan
     from zerobubble.runtime.auto import Auto
@@ -85,6 +85,9 @@ class Pipeline:
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
         num_microbatches: with `schedule="auto"`.
         memory_limit: with `schedule="auto"`: bytes of activations per rank.
+        reactive: the costs that the schedule was planned with. With them, a rank that is late against the plan runs
+            the W's that it has instead of waiting, and puts them off when the next op can run. Gradients stay the same
+            bit for bit.
         wrap_transport: applied to every rank's transport, to emulate slow links or observe messages.
 
     Attributes:
@@ -113,6 +116,7 @@ class Pipeline:
         dynamic_shapes: bool = False,
         num_microbatches: int | None = None,
         memory_limit: float | None = None,
+        reactive: Costs | None = None,
         wrap_transport: Callable[[Transport], Transport] | None = None,
     ) -> None:
         self._auto = auto_of(schedule, num_microbatches, memory_limit)
@@ -130,6 +134,7 @@ class Pipeline:
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
         self._wrap_transport = wrap_transport
+        self._reactive = reactive
         self._world = _world(schedule.num_ranks, self._device, timeout, group)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
@@ -137,16 +142,15 @@ class Pipeline:
         self._stages = self._build_stages(layers, bounds, loss_fn, seed)
         for stage in self._stages.values():
             stage.share(used_by_several(self._stages.values()))
-        self.validation = Validation(self.module, self._stages.values())
-        self._clock = clock_for(self._device)
-        self._dynamic_shapes = dynamic_shapes
-        self._executors = self._make_executors(programs, dynamic_shapes)
-        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         told = self._world.gather(
             {rank: (self._own_keywords(), self._num_parameters(rank)) for rank in self._world.ranks}
         )
         self._keywords = _union(keywords for keywords, _ in told)
-        self._sizes = [size for _, size in told]
+        self.validation = Validation(self.module, self._stages.values(), self._world, [size for _, size in told])
+        self._clock = clock_for(self._device)
+        self._dynamic_shapes = dynamic_shapes
+        self._executors = self._make_executors(programs, dynamic_shapes, reactive)
+        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[Any], list[Any]]]] = deque(maxlen=_RECORDED_STEPS)
         self._taken = 0
@@ -333,23 +337,6 @@ class Pipeline:
                 gradient.mul_(coefficient)
         return total
 
-    def exchange(self, norms: Tensor) -> Callable[[], list[float]]:
-        """Start to give `norms`, one number per parameter that lives here, to every rank.
-
-        Every rank must make this call; what is returned waits for the numbers of all and gives them, by rank.
-        """
-        first = self._world.ranks[0]
-        others = norms.new_empty(0)
-        arrivals = self._world.exchange(
-            {rank: norms if rank == first else others for rank in self._world.ranks}, self._sizes
-        )
-        return lambda: torch.cat(arrivals()).tolist()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all ranks live in this process."""
-        return len(self._world.ranks) == self.schedule.num_ranks
-
     # ------------------------------------------------------------------------------------------------ measuring
 
     def timelines(self, last: int = 1) -> list[Timeline]:
@@ -403,6 +390,8 @@ class Pipeline:
         if memory_limit is None:
             memory_limit = min((bytes_ for bytes_ in free if bytes_ is not None), default=None)
         found = self._on_first_rank(partial(choose, profile, self.schedule, memory_limit, effort))
+        if self._reactive is not None:
+            self._reactive = profile.costs
         if found.schedule != self.schedule:
             self.use(found.schedule)
         self.plan = found
@@ -428,7 +417,7 @@ class Pipeline:
             raise OptionError("every rank must go on with the same schedule; they gave different ones")
         self.validation.finish()
         self.schedule = schedule
-        self._executors = self._make_executors(programs, self._dynamic_shapes)
+        self._executors = self._make_executors(programs, self._dynamic_shapes, self._reactive)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._recorded.clear()
 
@@ -496,15 +485,23 @@ class Pipeline:
             stages[index] = Stage(index, own, seed, self._device, loss_fn if is_last else None)
         return stages
 
-    def _make_executors(self, programs: Sequence[Program], dynamic_shapes: bool) -> dict[int, Executor]:
+    def _make_executors(
+        self, programs: Sequence[Program], dynamic_shapes: bool, reactive: Costs | None = None
+    ) -> dict[int, Executor]:
         links = {link for program in programs for link in program.links}
         executors = {}
         for rank in self._world.ranks:
-            transport = self._world.transport(rank, links, dynamic_shapes)
+            transport = self._world.transport(rank, links, dynamic_shapes, watches=reactive is not None)
             if self._wrap_transport is not None:
                 transport = self._wrap_transport(transport)
             executors[rank] = Executor(
-                programs[rank], self._stages, self.schedule.num_stages, transport, self.validation.check, self._clock
+                programs[rank],
+                self._stages,
+                self.schedule.num_stages,
+                transport,
+                self.validation.check,
+                self._clock,
+                Reactor(rank, self.schedule, reactive) if reactive is not None else None,
             )
         return executors
 

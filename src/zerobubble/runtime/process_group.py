@@ -22,6 +22,7 @@ from zerobubble.errors import PeerError, ShapeError
 from zerobubble.runtime.groups import group_ranks
 from zerobubble.runtime.parcel import Parcel, forms_in
 from zerobubble.runtime.sends import Reaper
+from zerobubble.runtime.watch import Watched, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,7 @@ class _Incoming:
     tensors: tuple[Tensor, ...] = ()
     works: list[dist.Work] = field(default_factory=list)
     posted: bool = False
+    watched: Watched | None = None
 
 
 class ProcessGroupTransport:
@@ -58,6 +60,7 @@ class ProcessGroupTransport:
         timeout: seconds that a wait may take.
         status: what the ranks tell each other when something goes wrong.
         dynamic_shapes: whether tensors may change their form in every step.
+        watches: whether `arrived` will be asked (a thread per link then waits for the messages).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ProcessGroupTransport:
         timeout: float,
         status: StatusBoard,
         dynamic_shapes: bool = False,
+        watches: bool = False,
     ) -> None:
         self.turn: AbstractContextManager[object] = nullcontext()
         self.status = status
@@ -80,6 +84,7 @@ class ProcessGroupTransport:
         self._incoming: dict[int, deque[_Incoming]] = {source: deque() for source, _ in links}
         self._arrived: dict[Message, Parcel] = {}
         self._skeletons: dict[tuple[Op, int], Any] = {}
+        self._watchers = {source: Watcher(device) for source in self._incoming} if watches else {}
         self._reaper = Reaper("zerobubble-sends", _PATIENCE_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ receiving
@@ -100,10 +105,26 @@ class ProcessGroupTransport:
                 skeleton = self._receive_header(message)
                 self._skeletons[_key(incoming.message)] = skeleton
                 self._post_tensors(incoming, skeleton)
-            for work in incoming.works:
-                self._wait(work, message)
+            self._take(incoming, message)
             self._arrived[incoming.message] = Parcel(incoming.skeleton, incoming.tensors)
         return self._arrived.pop(message)
+
+    def arrived(self, message: Message, patience: float) -> bool:
+        """Whether it is here. One of unknown form, and one that will not come, count as news: `receive` tells more."""
+        if message in self._arrived:
+            return True
+        incoming = next(i for i in self._incoming[message.source] if i.message == message)
+        return incoming.watched is None or incoming.watched.done(patience)
+
+    def _take(self, incoming: _Incoming, message: Message) -> None:
+        """Wait for the tensors of `incoming`, which come before or with `message`."""
+        if incoming.watched is None:
+            for work in incoming.works:
+                self._wait(work, message)
+            return
+        begin = monotonic()
+        if not incoming.watched.done(self._timeout) or incoming.watched.failed:
+            raise self._peer_error(message, monotonic() - begin)
 
     def _post_tensors(self, incoming: _Incoming, skeleton: Any) -> None:
         incoming.skeleton, incoming.posted = skeleton, True
@@ -111,6 +132,8 @@ class ProcessGroupTransport:
             torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms_in(skeleton)
         )
         incoming.works = [self._irecv(tensor, incoming.message) for tensor in incoming.tensors if tensor.numel()]
+        if watcher := self._watchers.get(incoming.message.source):
+            incoming.watched = watcher.watch(incoming.works)
 
     def _receive_header(self, message: Message) -> Any:
         head = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Sent: TypeAlias = "tuple[dist.Work, Tensor]"
 
-_NEVER = timedelta(days=365)
+NEVER = timedelta(days=365)
 """Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
 
 _LAZY_SECONDS = 0.002
@@ -68,7 +68,7 @@ def _stop(queue: SimpleQueue[_Sent | None], thread: Thread, patience: float) -> 
 def _finish(work: dist.Work, tensor: Tensor) -> None:
     """Block this thread until `tensor` is sent; on CUDA without holding up the stream that computes."""
     if tensor.device.type != "cuda":
-        work.wait(_NEVER)
+        work.wait(NEVER)
         return
     stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

@@ -28,6 +28,9 @@ class Transport(Protocol):
     def receive(self, message: Message) -> Parcel:
         """Wait for `message`. Raises `PeerError` when its sender failed, died or let the timeout pass."""
 
+    def arrived(self, message: Message, patience: float) -> bool:
+        """Wait at most `patience` seconds for `message`; whether `receive` need not wait for it any more."""
+
     def send(self, message: Message, parcel: Parcel) -> None:
         """Start to send; does not wait, and lets go of the tensors when they are sent."""
 
@@ -80,6 +83,12 @@ class LocalTransport:
                     f"which last finished {hub.last_finished[message.source]}"
                 )
             return hub.parcels.pop(message)
+
+    def arrived(self, message: Message, patience: float) -> bool:
+        """Whether it was handed over; a failure elsewhere counts as news too."""
+        hub = self._hub
+        with hub.changed:
+            return hub.changed.wait_for(lambda: message in hub.parcels or hub.failure is not None, patience)
 
     def send(self, message: Message, parcel: Parcel) -> None:
         """Hand `parcel` over."""

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from zerobubble.runtime.stage import Batch, Stage
+    from zerobubble.runtime.world import World
 
 
 class Ahead(Protocol):
@@ -30,17 +31,36 @@ class Validation:
     Args:
         module: the layers that live here.
         stages: the stages that live here.
+        world: where all of them live.
+        sizes: the number of parameters that live with each rank; all in one process count for its first.
 
     Attributes:
         loss_scale: by what losses are multiplied from the next `Validate` on.
     """
 
-    def __init__(self, module: nn.Module, stages: Collection[Stage]) -> None:
+    def __init__(self, module: nn.Module, stages: Collection[Stage], world: World, sizes: Sequence[int]) -> None:
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self._module = module
         self._stages = stages
+        self._world = world
+        self._sizes = sizes
         self._ahead: list[Ahead] = []
         self._start: _Start | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks live in this process."""
+        return len(self._world.ranks) == len(self._sizes)
+
+    def exchange(self, norms: Tensor) -> Callable[[], list[float]]:
+        """Start to give `norms`, one number per parameter that lives here, to every rank.
+
+        Every rank must make this call; what is returned waits for the numbers of all and gives them, by rank.
+        """
+        first, *others = self._world.ranks
+        vectors = {first: norms, **dict.fromkeys(others, norms.new_empty(0))}
+        arrivals = self._world.exchange(vectors, self._sizes)
+        return lambda: torch.cat(arrivals()).tolist()
 
     def expect(self, optimizer: Ahead) -> None:
         """`optimizer` has stepped ahead: ask it at the next `Validate`."""

@@ -47,7 +47,7 @@ class World(Protocol):
     survives: bool
     """Whether all ranks are in step with each other again after one has failed."""
 
-    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
+    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool, watches: bool) -> Transport:
         """A new transport for `rank` over `links` (source, target). Every process makes its transports in one order."""
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
@@ -73,7 +73,7 @@ class LocalWorld:
         self._device = device
         self._hub = LocalHub(num_ranks, timeout)
 
-    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
+    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool, watches: bool) -> Transport:
         """A transport that hands parcels over by reference; shapes may change at will."""
         return LocalTransport(self._hub, rank)
 
@@ -146,13 +146,13 @@ class DistributedWorld:
         self._status = StatusBoard(self._rank, f"pipeline {next(_pipelines)} of {self._members[0]}")
         self._links: Links = {}
 
-    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool) -> Transport:
+    def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool, watches: bool) -> Transport:
         """A transport over point-to-point communication. Links are made once and used by all transports in turn."""
         new = sorted(set(links) - self._links.keys())
         if new:
             self._links.update(link_groups(new, self._members, self._device, self._timeout))
         return ProcessGroupTransport(
-            rank, self._links, self._members, self._device, self._timeout, self._status, dynamic_shapes
+            rank, self._links, self._members, self._device, self._timeout, self._status, dynamic_shapes, watches
         )
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
