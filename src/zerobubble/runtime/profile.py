@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from statistics import mean, median, quantiles
 from typing import TYPE_CHECKING
 
@@ -155,13 +156,12 @@ class _Samples:
         """Add those of one step."""
         ended: dict[object, float] = {}
         ranks, stages = timeline.schedule.placement.ranks, timeline.schedule.num_stages
-        rows = list(zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True))
-        for order, starts, ends in rows:
-            for op, start, end in zip(order, starts, ends, strict=True):
-                self.durations.setdefault((op.kind, op.stage), []).append(end - start)
-                ended[result(op)] = end
-        for order, starts, ends in rows:
-            for op, start, free in zip(order[1:], starts[1:], ends):
+        rows = timeline.rows()
+        for op, start, end in chain.from_iterable(rows):
+            self.durations.setdefault((op.kind, op.stage), []).append(end - start)
+            ended[result(op)] = end
+        for row in rows:
+            for (_, _, free), (op, start, _) in pairwise(row):
                 for need in needs(op, stages):
                     latency = start - ended[need]
                     if ranks[need.stage] != ranks[op.stage] and start - free > _IDLE * latency:
