@@ -136,6 +136,17 @@ def test_timelines_round_trip_through_a_trace(tmp_path):
     assert read(tmp_path / "a.json") == timelines
 
 
+def test_ops_that_overtook_each_other_are_drawn_as_they_ran_and_written_as_they_were_planned(tmp_path):
+    order = zb.zb_h1(1, 2).orders[0]
+    times = tuple(float(t) for t in (0, 1, 2, 3, 5, 4))
+    timeline = zb.Timeline(zb.zb_h1(1, 2), (times,), (tuple(t + 1 for t in times),))
+    plot.save([("", timeline)], tmp_path / "a.json")
+    assert read(tmp_path / "a.json") == [("", timeline)]
+    row = plot.text([("", timeline)], 200).plain.splitlines()[1]
+    names = [f"{op.kind}{op.microbatch}" for op in (*order[:4], order[5], order[4])]
+    assert [row.index(name) for name in names] == sorted(row.index(name) for name in names)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
