@@ -85,9 +85,9 @@ class Pipeline:
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
         num_microbatches: with `schedule="auto"`.
         memory_limit: with `schedule="auto"`: bytes of activations per rank.
-        reactive: the costs that the schedule was planned with. With them, a rank that is late against the plan runs
-            the W's that it has instead of waiting, and puts them off when the next op can run. Gradients stay the same
-            bit for bit.
+        reactive: what ops and hops take on a calm day, as `profile` measures it. With these costs, a rank that is late
+            against the schedule runs the W's that it has instead of waiting, and puts them off when the next op can
+            run. Gradients stay the same bit for bit. For what stays slow, plan anew: see `replan`.
         wrap_transport: applied to every rank's transport, to emulate slow links or observe messages.
 
     Attributes:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from zerobubble.schedule import Schedule
 
 _ROUNDING = 1e-9
+_GRACE = 0.5
+"""Of a W's time: what comes less late than this is waited for."""
 _ADDS = (Kind.W, Kind.BW)
 """What adds to the gradients of the weights: their order within a stage decides about the last bit."""
 
@@ -31,14 +33,16 @@ class Reactor:
     Args:
         rank: whose order it is.
         schedule: the plan.
-        costs: what the plan counted with. Where they give no memory, every microbatch counts as one until its W.
+        costs: what ops and hops take on a calm day, measured (`Pipeline.profile`) or planned with. Where they give no
+            memory, every microbatch counts as one until its W.
     """
 
     def __init__(self, rank: int, schedule: Schedule, costs: Costs) -> None:
         order = schedule.orders[rank]
-        starts, _ = op_times(schedule, costs.resolve(schedule.placement))
-        unit = costs.seconds * 1e9
+        found, unit = costs.resolve(schedule.placement), costs.seconds * 1e9
+        starts, _ = op_times(schedule, found)
         self._expected = {op: (start - starts[rank][0]) * unit for op, start in zip(order, starts[rank], strict=True)}
+        self._grace = _GRACE * unit * min((found.duration(op) for op in order if op.kind is Kind.W), default=0.0)
         self._memory = _with_memory(costs).resolve(schedule.placement)
         self._limit = peak_memory(order, self._memory) * (1 + _ROUNDING)
         self._position = {op: position for position, op in enumerate(order)}
@@ -81,8 +85,8 @@ class Reactor:
         return None if arrived(patience) else weight
 
     def _late(self, op: Op, now: int) -> float:
-        """By how much (ns) `op`, if it started now, would be late."""
-        return now - self._begin - self._expected[op]
+        """By how much (ns) `op`, if it started now, would be later than what still counts as on time."""
+        return now - self._begin - self._expected[op] - self._grace
 
     def _fits(self, op: Op) -> bool:
         return op.kind is not Kind.F or self._held + self._memory.activation_memory[op.stage] <= self._limit

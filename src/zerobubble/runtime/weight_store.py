@@ -54,7 +54,7 @@ class WeightStore:
     def collecting(self) -> Iterator[None]:
         """Context for B: what autograd itself adds to a parameter with deferred uses waits for W with them.
 
-        So a parameter gets its whole gradient of a microbatch at once, in the order of W, and its hooks see just that.
+        So a parameter gets its whole gradient of a microbatch at once, in its W, and its hooks see just that.
         """
         before = [(parameter, parameter.grad) for parameter in self._deferred]
         hooks = [(place, dict(place)) for parameter in self._deferred for place in _hooks(parameter)]
