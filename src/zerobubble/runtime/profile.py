@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 from zerobubble.costs import Costs
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from zerobubble.schedule import Schedule
 
+_ENOUGH = 3
+"""Latencies of one direction of a hop whose median does not hang on a single one, say of a process that was held up."""
 _IDLE = 0.5
 """A receiver that was idle for more than this share of a message's way waited for it."""
 
@@ -90,9 +92,9 @@ def measured_costs(timelines: Sequence[Timeline], memory: MemoryTrace | None = N
 def measured_profile(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Profile:
     """What the stages take as `timelines` of one schedule show it: medians over microbatches and steps.
 
-    T_comm of a hop is taken where the receiver was idle for most of it: the mean of both directions, in which a
-    difference of the two clocks cancels; 0 where that never happened. Where a stage runs BW only, T_B is taken as the
-    whole of it and T_W as 0. M_B and M_W are those of `memory`, else 0.
+    T_comm of a hop is taken where the receiver was idle for most of it: the mean of both directions (where each was
+    seen some times), in which a difference of the two clocks cancels; 0 where that never happened. Where a stage runs
+    BW only, T_B is taken as the whole of it and T_W as 0. M_B and M_W are those of `memory`, else 0.
     """
     schedule = timelines[0].schedule
     stages, boundaries = range(schedule.num_stages), range(schedule.num_stages - 1)
@@ -148,9 +150,10 @@ class _Samples:
 
     def latency(self, boundary: int) -> float:
         """T_comm of a stage boundary."""
-        ways = [self._latencies.get(way) for way in ((boundary, boundary + 1), (boundary + 1, boundary))]
-        medians = [median(way) for way in ways if way]
-        return max(mean(medians), 0.0) if medians else 0.0
+        there, back = (self._latencies.get((boundary + i, boundary + 1 - i), []) for i in (0, 1))
+        if min(len(there), len(back)) >= _ENOUGH:
+            return max((median(there) + median(back)) / 2, 0.0)
+        return max(median(there + back or [0.0]), 0.0)
 
     def take(self, timeline: Timeline) -> None:
         """Add those of one step."""
