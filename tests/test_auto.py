@@ -45,6 +45,10 @@ def emulated_auto(report):
         before = pipeline.schedule
         pipeline.step(torch.ones(6, 1))
     assert before == auto.safe_schedule(3)
+    for _ in range(2):
+        pipeline.step(torch.ones(6, 1))
+    with pytest.raises(OptionError, match="memory limit of 1:"):  # on every rank, though rank 0 alone plans
+        pipeline.replan(memory_limit=1, steps=2)
     return pipeline.schedule, pipeline.plan, messages, stages.bytes
 
 

@@ -13,7 +13,7 @@ import zerobubble as zb
 from zerobubble import cli, plot
 from zerobubble.compare import compare
 from zerobubble.errors import OptionError
-from zerobubble.op import BW, F
+from zerobubble.op import BW, B, F, W
 from zerobubble.schedule import make_schedule
 from zerobubble.timeline import Timeline
 
@@ -35,6 +35,16 @@ def test_each_delay_is_named_where_it_arises():
     assert (long.rank, long.behind, long.inherited, long.waited, long.longer) == (0, BW(1, 0), 1, 0, 1)
     assert (long.late, long.own, long.cause) == (2, 1, "ran longer")
     assert [delay.own for delay in rest] == [0, 0]
+
+
+def test_an_op_that_overtook_another_stands_behind_what_really_ran_before_it():
+    schedule = make_schedule("w", zb.Placement.linear(1), 2, [[F(0, 0), B(0, 0), F(0, 1), W(0, 0), B(0, 1), W(0, 1)]])
+    plan = zb.simulate(schedule)
+    real = Timeline(schedule, ((0, 1, 3, 2, 4, 5),), ((1, 2, 4, 3, 5, 6),))  # W of microbatch 0 before F of 1
+    found = {delay.op: delay for delay in compare(plan, real)}
+    assert (found[F(0, 1)].behind, found[F(0, 1)].inherited, found[F(0, 1)].waited) == (W(0, 0), 1, 0)
+    assert (found[W(0, 0)].behind, found[W(0, 0)].late) == (B(0, 0), -1)
+    assert real.spans == (6,)
 
 
 def test_units_are_converted_to_that_of_the_measured():

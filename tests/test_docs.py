@@ -46,13 +46,16 @@ def test_an_example_prints_what_stands_beside_it(name, tmp_path):
 
 def test_train_gpt_runs_under_torchrun_and_continues_from_its_checkpoint(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples" / "train_gpt.py"), "--microbatches", "2", "--samples", "2", "--steps", "2"]
+    script = [str(ROOT / "examples" / "train_gpt.py"), "--microbatches", "2", "--samples", "2"]
     data = ["--data", str(ROOT / "LICENSE")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    first = run(*torchrun, *script, *data, "--schedule", "zb_h1", "--save", "state.pt", cwd=tmp_path, env=env)
+    auto = ["--steps", "8", "--schedule", "auto", "--save", "state.pt"]
+    first = run(*torchrun, *script, *data, *auto, cwd=tmp_path, env=env)
     assert first.returncode == 0, first.stderr
+    assert re.search("step 7: (going on|staying) with ", first.stderr)
     assert "held-out" in first.stdout
-    second = run(*torchrun, *script, *data, "--schedule", "zb_v", "--load", "state.pt", cwd=tmp_path, env=env)
+    again = ["--steps", "2", "--schedule", "zb_v", "--load", "state.pt"]
+    second = run(*torchrun, *script, *data, *again, cwd=tmp_path, env=env)
     assert second.returncode == 0, second.stderr
 
 

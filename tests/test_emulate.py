@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import pytest
 import torch
@@ -20,19 +21,18 @@ LIMIT = 120
 UNEVEN = zb.Costs((8, 12), (10, 14), (6, 9), 15, (3, 2), (1, 1.5), unit="ms")
 
 
-def durations(timeline):
+def durations(timelines):
     found: dict[tuple[Kind, int], list[float]] = {}
-    for order, starts, ends in zip(timeline.schedule.orders, timeline.starts, timeline.ends):
-        for op, start, end in zip(order, starts, ends):
-            found.setdefault((op.kind, op.stage), []).append(end - start)
+    for op, start, end in chain.from_iterable(row for timeline in timelines for row in timeline.rows()):
+        found.setdefault((op.kind, op.stage), []).append(end - start)
     return found
 
 
 @pytest.mark.parametrize("runtime", ["zerobubble", "torch"])
 def test_ops_and_hops_take_their_times_and_activations_their_memory(runtime):
-    done = rehearse(zb.zb_h1(2, 3), UNEVEN, 2, runtime=runtime, time_limit=LIMIT)
+    done = rehearse(zb.zb_h1(2, 3), UNEVEN, 4, runtime=runtime, time_limit=LIMIT)
     truth = UNEVEN.resolve(done.schedule.placement)
-    for (kind, stage), taken in durations(done.timeline).items():
+    for (kind, stage), taken in durations(done.timelines).items():
         assert min(taken) == pytest.approx(truth.by_kind[kind][stage], rel=0.3), (kind, stage)
         assert min(taken) >= truth.by_kind[kind][stage] - 0.01
     ends = {op: end for order, row in zip(done.schedule.orders, done.timeline.ends) for op, end in zip(order, row)}
@@ -48,14 +48,14 @@ def test_ops_and_hops_take_their_times_and_activations_their_memory(runtime):
 
 
 def test_latency_occupies_nobody():
-    """GPipe sends three activations in a row: with a hop of 20 ms they arrive 2 ms apart, not 20."""
+    """GPipe sends three activations in a row: with a hop of 200 ms they arrive some 2 ms apart, not 200."""
     schedule = zb.gpipe(2, 3)
-    stages = emulation(zb.Costs(2, 2, 2, 20, unit="ms"), schedule)
+    stages = emulation(zb.Costs(2, 2, 2, 200, unit="ms"), schedule)
     pipeline = Pipeline(stages.layers(), emulated_loss, schedule, wrap_transport=stages.delayed)
     pipeline.step(torch.ones(3, 1))
     timeline = pipeline.timelines()[0]
-    assert timeline.starts[1][0] - timeline.ends[0][0] >= 19.9
-    assert timeline.starts[1][2] - timeline.starts[1][0] < 20
+    assert timeline.starts[1][0] - timeline.ends[0][0] >= 199.9
+    assert timeline.starts[1][2] - timeline.starts[1][0] < 200
 
 
 def test_undivided_backwards_take_their_own_time():
@@ -134,6 +134,17 @@ def test_timelines_round_trip_through_a_trace(tmp_path):
     ]
     plot.save(timelines, tmp_path / "a.json")
     assert read(tmp_path / "a.json") == timelines
+
+
+def test_ops_that_overtook_each_other_are_drawn_as_they_ran_and_written_as_they_were_planned(tmp_path):
+    order = zb.zb_h1(1, 2).orders[0]
+    times = tuple(float(t) for t in (0, 1, 2, 3, 5, 4))
+    timeline = zb.Timeline(zb.zb_h1(1, 2), (times,), (tuple(t + 1 for t in times),))
+    plot.save([("", timeline)], tmp_path / "a.json")
+    assert read(tmp_path / "a.json") == [("", timeline)]
+    row = plot.text([("", timeline)], 200).plain.splitlines()[1]
+    names = [f"{op.kind}{op.microbatch}" for op in (*order[:4], order[5], order[4])]
+    assert [row.index(name) for name in names] == sorted(row.index(name) for name in names)
 
 
 @pytest.mark.parametrize(

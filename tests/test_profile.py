@@ -46,6 +46,18 @@ def test_a_clock_that_is_ahead_does_not_change_the_latency_of_hops_seen_from_bot
     assert measured_costs([shifted]).communication == pytest.approx(TRUTH.communication)
 
 
+def test_a_process_that_was_held_up_once_does_not_make_a_hop_slow():
+    one = simulated(zb.one_f_one_b(3, 6).divided())
+    late = 500.0  # rank 1 starts its second op late, and all ranks with what comes then
+
+    def shifted(rows):
+        return tuple(tuple(t + late * (i > 0 or rank > 1) for i, t in enumerate(row)) for rank, row in enumerate(rows))
+
+    held_up = replace(one, starts=shifted(one.starts), ends=shifted(one.ends))
+    found = measured_costs([one, held_up, one])
+    assert found.communication == pytest.approx(TRUTH.communication)
+
+
 def test_the_spread_is_the_distance_of_the_quartiles():
     assert spread([1, 2, 3, 4, 5]) == 2
     assert spread([7]) == 0

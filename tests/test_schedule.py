@@ -182,3 +182,9 @@ def test_planning_works_where_torch_is_not_installed():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0.0", "2"]
+
+
+def test_divided_backwards_stand_where_the_whole_one_stood():
+    schedule = make_schedule("mine", Placement.linear(1), 2, [[F(0, 0), BW(0, 0), F(0, 1), B(0, 1), W(0, 1)]])
+    assert schedule.divided().orders == ((F(0, 0), B(0, 0), W(0, 0), F(0, 1), B(0, 1), W(0, 1)),)
+    assert schedule.divided().divided() == schedule.divided()

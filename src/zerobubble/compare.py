@@ -102,12 +102,12 @@ class _Times:
         self._before: dict[Op, Op] = {}
         self._made_by: dict[Op, Op] = {}
         self._num_stages = timeline.schedule.num_stages
-        for rank, order in enumerate(timeline.schedule.orders):
-            for i, op in enumerate(order):
-                self.start[op], self.end[op] = timeline.starts[rank][i] - origin, timeline.ends[rank][i] - origin
+        for rank, row in enumerate(timeline.rows()):
+            for i, (op, start, end) in enumerate(row):
+                self.start[op], self.end[op] = start - origin, end - origin
                 self.rank_of[op], self._made_by[result(op)] = rank, op
                 if i:
-                    self._before[op] = order[i - 1]
+                    self._before[op] = row[i - 1].op
 
     def ready(self, op: Op) -> tuple[float, Op | None]:
         """When the last of those ended that `op` stands behind, and which that is; 0 and None for none."""

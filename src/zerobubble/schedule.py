@@ -146,7 +146,7 @@ class Schedule:
     def divided(self) -> Schedule:
         """The same orders with every BW as its B and, right behind it, its W."""
         orders = tuple(tuple(part for op in order for part in op.parts()) for order in self.orders)
-        return Schedule(self.placement, self.num_microbatches, orders, self.name)
+        return Schedule(self.placement, self.num_microbatches, orders, f"{self.name} with B and W apart")
 
     def _filtered(self, keep: Callable[[Op], bool]) -> Schedule:
         orders = tuple(tuple(op for op in order if keep(op)) for order in self.orders)

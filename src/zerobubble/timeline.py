@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zerobubble.dependencies import needs, result
 
 if TYPE_CHECKING:
     from zerobubble.op import Op
     from zerobubble.schedule import Schedule
+
+
+class Interval(NamedTuple):
+    """An op of a timeline."""
+
+    op: Op
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,16 @@ class Timeline:
     unit: str = ""
     hop: tuple[float, ...] = ()
 
+    def rows(self) -> list[list[Interval]]:
+        """Per rank its ops with start and end, in the order in which they ran, which may not be that of the plan."""
+        together = zip(self.schedule.orders, self.starts, self.ends, strict=True)
+        return [sorted(map(Interval, *row), key=lambda one: (one.start, one.end)) for row in together]
+
     @property
     def spans(self) -> tuple[float, ...]:
         """Per rank, the end of its last op minus the start of its first."""
-        return tuple(ends[-1] - starts[0] if ends else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True))
+        rows = zip(self.starts, self.ends, strict=True)
+        return tuple(max(ends) - min(starts) if ends else 0.0 for starts, ends in rows)
 
     @property
     def cost(self) -> float:

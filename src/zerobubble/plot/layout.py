@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zerobubble.op import Op
-    from zerobubble.timeline import Timeline
+    from zerobubble.timeline import Interval, Timeline
 
 MEANINGS: dict[Kind, str] = {
     Kind.F: "forward",
@@ -56,6 +56,10 @@ class Panel:
     def origin(self) -> float:
         """When the first op starts."""
         return min((starts[0] for starts in self.timeline.starts if starts), default=0.0)
+
+    @cached_property
+    def _rows(self) -> list[list[Interval]]:
+        return self.timeline.rows()
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
@@ -106,11 +110,8 @@ class Panel:
         return max((end for _, end in self.windows), default=0.0)
 
     def boxes(self, rank: int) -> Iterator[Box]:
-        """The ops of `rank`, first to last."""
-        timeline = self.timeline
-        for op, start, end in zip(
-            timeline.schedule.orders[rank], timeline.starts[rank], timeline.ends[rank], strict=True
-        ):
+        """The ops of `rank`, in the order in which they ran."""
+        for op, start, end in self._rows[rank]:
             yield Box(rank, op, self.chunks[op.stage], start - self.origin, end - self.origin)
 
     @property

@@ -56,14 +56,13 @@ def to_json(timelines: Sequence[tuple[str, Timeline]]) -> str:
 
 def to_dict(title: str, timeline: Timeline) -> dict[str, Any]:
     """A timeline as an object for JSON; `read` takes it back. Times count from the first op, in the timeline's unit."""
-    panel = Panel(title, timeline)
-    boxes = [list(panel.boxes(rank)) for rank in range(len(timeline.starts))]
+    origin = Panel(title, timeline).origin
     return {
         "title": title,
         "schedule": notation.to_dict(timeline.schedule),
         "unit": timeline.unit,
-        "starts": [[box.start for box in row] for row in boxes],
-        "ends": [[box.end for box in row] for row in boxes],
+        "starts": [[start - origin for start in row] for row in timeline.starts],
+        "ends": [[end - origin for end in row] for row in timeline.ends],
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
         "peak_memory": list(timeline.peak_memory),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from itertools import chain, pairwise
+from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 from zerobubble.costs import Costs
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from zerobubble.schedule import Schedule
 
+_ENOUGH = 3
+"""Latencies of one direction of a hop whose median does not hang on a single one, say of a process that was held up."""
 _IDLE = 0.5
 """A receiver that was idle for more than this share of a message's way waited for it."""
 
@@ -82,16 +85,16 @@ class Profile:
 
 
 def measured_costs(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Costs:
-    """The `costs` of `measured_profile`."""
+    """Costs of the stages as `timelines` of one schedule show them: the `costs` of their `measured_profile`."""
     return measured_profile(timelines, memory).costs
 
 
 def measured_profile(timelines: Sequence[Timeline], memory: MemoryTrace | None = None) -> Profile:
     """What the stages take as `timelines` of one schedule show it: medians over microbatches and steps.
 
-    T_comm of a hop is taken where the receiver was idle for most of it: the mean of both directions, in which a
-    difference of the two clocks cancels; 0 where that never happened. Where a stage runs BW only, T_B is taken as the
-    whole of it and T_W as 0. M_B and M_W are those of `memory`, else 0.
+    T_comm of a hop is taken where the receiver was idle for most of it: the mean of both directions (where each was
+    seen some times), in which a difference of the two clocks cancels; 0 where that never happened. Where a stage runs
+    BW only, T_B is taken as the whole of it and T_W as 0. M_B and M_W are those of `memory`, else 0.
     """
     schedule = timelines[0].schedule
     stages, boundaries = range(schedule.num_stages), range(schedule.num_stages - 1)
@@ -147,21 +150,21 @@ class _Samples:
 
     def latency(self, boundary: int) -> float:
         """T_comm of a stage boundary."""
-        ways = [self._latencies.get(way) for way in ((boundary, boundary + 1), (boundary + 1, boundary))]
-        medians = [median(way) for way in ways if way]
-        return max(mean(medians), 0.0) if medians else 0.0
+        there, back = (self._latencies.get((boundary + i, boundary + 1 - i), []) for i in (0, 1))
+        if min(len(there), len(back)) >= _ENOUGH:
+            return max((median(there) + median(back)) / 2, 0.0)
+        return max(median(there + back or [0.0]), 0.0)
 
     def take(self, timeline: Timeline) -> None:
         """Add those of one step."""
         ended: dict[object, float] = {}
         ranks, stages = timeline.schedule.placement.ranks, timeline.schedule.num_stages
-        rows = list(zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True))
-        for order, starts, ends in rows:
-            for op, start, end in zip(order, starts, ends, strict=True):
-                self.durations.setdefault((op.kind, op.stage), []).append(end - start)
-                ended[result(op)] = end
-        for order, starts, ends in rows:
-            for op, start, free in zip(order[1:], starts[1:], ends):
+        rows = timeline.rows()
+        for op, start, end in chain.from_iterable(rows):
+            self.durations.setdefault((op.kind, op.stage), []).append(end - start)
+            ended[result(op)] = end
+        for row in rows:
+            for (_, _, free), (op, start, _) in pairwise(row):
                 for need in needs(op, stages):
                     latency = start - ended[need]
                     if ranks[need.stage] != ranks[op.stage] and start - free > _IDLE * latency:

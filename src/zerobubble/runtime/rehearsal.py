@@ -17,7 +17,7 @@ from zerobubble.runtime.profile import spread
 from zerobubble.simulate import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from zerobubble.costs import Costs
     from zerobubble.runtime.emulation import Emulation
@@ -53,7 +53,7 @@ class Rehearsal:
         steps: measured per rank.
         step_seconds: measured, from the start of each step to the start of the next, of all ranks.
         simulated: the plan in ms, stretched like the emulation.
-        timeline: the measured step with the median cost, in ms.
+        timelines: the measured steps, oldest first, in ms (of many the last ones).
         peak_memory: the most that each rank held, in the unit of the costs.
         bytes: that stood for one unit of memory.
     """
@@ -63,9 +63,14 @@ class Rehearsal:
     steps: int
     step_seconds: tuple[float, ...]
     simulated: Timeline
-    timeline: Timeline
+    timelines: tuple[Timeline, ...]
     peak_memory: tuple[float, ...]
     bytes: float
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured step with the median cost."""
+        return sorted(self.timelines, key=lambda timeline: timeline.cost)[len(self.timelines) // 2]
 
     @property
     def step_seconds_measured(self) -> float:
@@ -132,14 +137,10 @@ def rehearse(
         steps,
         tuple(chain.from_iterable(rank.step_seconds for rank in ranks)),
         simulated,
-        _typical(ranks[0].timelines),
+        ranks[0].timelines,
         tuple(rank.peak_bytes / stages.bytes if stages.bytes else 0.0 for rank in ranks),
         stages.bytes,
     )
-
-
-def _typical(timelines: Sequence[Timeline]) -> Timeline:
-    return sorted(timelines, key=lambda timeline: timeline.cost)[len(timelines) // 2]
 
 
 def _run(report: Callable[[Any], None], schedule: Schedule, stages: Emulation, steps: int) -> RankResult:
