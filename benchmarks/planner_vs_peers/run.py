@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import starmap
 from pathlib import Path
 from statistics import mean
 from time import process_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
@@ -33,6 +32,9 @@ from zerobubble.notation import to_csv
 from zerobubble.planner import plan
 from zerobubble.simulate import simulate
 from zerobubble.validate import validate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HERE = Path(__file__).parent
 LIMITS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)

@@ -92,8 +92,8 @@ def plan(
         chunks: chunks per rank for `loop` (2 by default) and `wave` (4 by default); with `auto`, only these.
         effort: `quick` (a second or so, some more for thousands of ops), `default` (several times that), or `exact`:
             the integer program after that, for small problems.
-        time_limit: seconds after which the search ends with what it has; for `exact` also the solver's time
-            (60 by default).
+        time_limit: seconds after which the search ends with what it has; for `exact`, those of search and solver
+            together, of which the search has half at most. By default, the solver has 60.
         progress: called with a short text whenever there is news.
 
     Raises:
@@ -106,12 +106,13 @@ def plan(
     say = progress or (lambda *_: None)
     given = per_rank(costs, num_ranks) if placement == "auto" else costs
     placements = placements_for(placement, num_ranks, chunks, effort)
-    portfolio = Portfolio(_problems(given, placements, num_microbatches, memory_limit), Clock(time_limit), say)
+    problems, clock = _problems(given, placements, num_microbatches, memory_limit), Clock(time_limit)
+    portfolio = Portfolio(problems, clock.share(2) if effort == "exact" else clock, say)
     portfolio.search_all(effort)
     if effort != "quick":
         portfolio.search_on(effort)
-    solver_seconds = None if effort != "exact" else time_limit or _EXACT_SECONDS
-    return _finished(portfolio, given, solver_seconds, say)
+    solver_seconds = clock.left() if time_limit else _EXACT_SECONDS
+    return _finished(portfolio, given, solver_seconds if effort == "exact" else 0.0, say)
 
 
 def _check(effort: str, memory_limit: float | None) -> None:
@@ -145,12 +146,12 @@ def _problems(
     return possible
 
 
-def _finished(portfolio: Portfolio, costs: Costs, solver_seconds: float | None, say: Callable[..., None]) -> Plan:
+def _finished(portfolio: Portfolio, costs: Costs, solver_seconds: float, say: Callable[..., None]) -> Plan:
     """The plan as a user gets it: as a schedule, checked and simulated, and after the exact solver if asked for."""
     attempts = portfolio.attempts
     best, bounds = attempts[0], [attempt.bound for attempt in attempts]
     schedule = best.problem.decode(best.found.orders, "plan")
-    if solver_seconds is not None and not best.met:
+    if solver_seconds > 0 and not best.met:
         schedule, bounds[0] = _exactly(best, schedule, solver_seconds, say)
     fitting = costs.split(1)
     timeline = simulate(schedule, fitting)

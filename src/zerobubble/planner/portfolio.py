@@ -43,10 +43,14 @@ class Clock:
         """Whether time is up."""
         return self.end < math.inf and monotonic() >= self.end
 
+    def left(self) -> float:
+        """Seconds that are left; infinite without a limit."""
+        return max(self.end - monotonic(), 0.0) if self.end < math.inf else math.inf
+
     def share(self, parts: int) -> Clock:
         """The clock of the next of `parts` equal parts."""
         part = Clock(None)
-        part.end = self.end if self.end == math.inf else monotonic() + max(self.end - monotonic(), 0.0) / parts
+        part.end = monotonic() + self.left() / parts
         return part
 
 
