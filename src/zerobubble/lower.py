@@ -10,8 +10,8 @@ has already posted every receive for what was sent before it: even if sends bloc
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 from zerobubble.costs import Costs
@@ -68,7 +68,19 @@ class Send:
     message: Message
 
 
-Instruction: TypeAlias = "Receive | Run | Send"
+@dataclass(frozen=True)
+class Finish:
+    """Run `ops`, the last of their stage (a run of W, or one BW), after waiting for the messages in `awaits`.
+
+    The weights' part goes parameter by parameter, over the microbatches of all `ops` in their order. So gradients get
+    done one after the other, and each is reduced over the replicas while those after it are still computed.
+    """
+
+    ops: tuple[Op, ...]
+    awaits: tuple[Message, ...] = ()
+
+
+Instruction: TypeAlias = "Finish | Receive | Run | Send"
 
 
 @dataclass(frozen=True)
@@ -85,9 +97,13 @@ class Program:
         return frozenset((message.source, message.target) for message in messages)
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{type(i).__name__.lower():8}{i.op if isinstance(i, Run) else i.message}" for i in self.instructions
-        )
+        return "\n".join(f"{type(i).__name__.lower():8}{_object(i)}" for i in self.instructions)
+
+
+def _object(instruction: Instruction) -> Op | Message | str:
+    if isinstance(instruction, Run):
+        return instruction.op
+    return " ".join(map(str, instruction.ops)) if isinstance(instruction, Finish) else instruction.message
 
 
 def lower(schedule: Schedule, forward_only: bool = False) -> tuple[Program, ...]:
@@ -148,3 +164,41 @@ def _instructions(
         yield from map(Receive, receives.get(position, ()))
         yield Run(op, awaits[position])
         yield from map(Send, sends.get(result(op), ()))
+
+
+# -------------------------------------------------------------------------------------------- gradients over replicas
+
+
+def tails_by_stage(schedule: Schedule) -> Schedule:
+    """The same schedule with the W after each rank's last other op sorted by stage, so that one stage is done first.
+
+    Nothing waits for a W, so the times of all other ops and the peak memory stay as they are.
+    """
+    return replace(schedule, orders=tuple(map(_tail_by_stage, schedule.orders)))
+
+
+def _tail_by_stage(order: Sequence[Op]) -> tuple[Op, ...]:
+    begin = max((i + 1 for i, op in enumerate(order) if op.kind is not Kind.W), default=0)
+    stages = list(dict.fromkeys(op.stage for op in order[begin:]))
+    return (*order[:begin], *sorted(order[begin:], key=lambda op: stages.index(op.stage)))
+
+
+def finishing(program: Program) -> Program:
+    """The same program with the last ops of each stage as one `Finish`: its last BW, or the W that stand together."""
+    last = {i.op.stage: i for i in program.instructions if isinstance(i, Run)}
+    instructions: list[Instruction] = []
+    for _, group in groupby(program.instructions, _stage_of_w):
+        runs = [*group]
+        end = runs[-1]
+        if isinstance(end, Run) and end is last[end.op.stage]:
+            instructions.append(Finish(tuple(i.op for i in runs if isinstance(i, Run)), end.awaits))
+        else:
+            instructions += runs
+    return replace(program, instructions=tuple(instructions))
+
+
+def _stage_of_w(instruction: Instruction) -> object:
+    """The same for W of one stage, different for anything else."""
+    if isinstance(instruction, Run) and instruction.op.kind is Kind.W:
+        return instruction.op.stage
+    return instruction

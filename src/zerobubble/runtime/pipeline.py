@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from math import fsum, isfinite
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobubble.errors import OptionError, PipelineError
-from zerobubble.lower import lower
+from zerobubble.lower import finishing, lower, tails_by_stage
 from zerobubble.runtime.batch import samples, split
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.layout import (
@@ -24,6 +25,9 @@ from zerobubble.runtime.layout import (
     used_by_several,
 )
 from zerobubble.runtime.profile import MemoryTrace
+from zerobubble.runtime.randomness import seed_for
+from zerobubble.runtime.reducer import Reducer, Reduction, on_axis
+from zerobubble.runtime.replicas import Replicas, place_in
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
@@ -33,9 +37,12 @@ from zerobubble.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from zerobubble.lower import Program
     from zerobubble.runtime.late import LateValue
     from zerobubble.runtime.layout import Layer
+    from zerobubble.runtime.reducer import Reduced
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
     from zerobubble.runtime.world import World
@@ -61,17 +68,22 @@ class Pipeline:
             (seed, step, microbatch, layer) only.
         device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
         group: the processes of this pipeline, one per rank, in order; by default all. Others need not make the call.
+        mesh: instead of `group`, a `DeviceMesh` of the pipeline's ranks, or of (replicas, ranks of the pipeline). Each
+            replica is given its own part of every batch. They start with the weights and buffers of replica 0, draw
+            different dropout, and average their gradients within `step` (see docs/replicas.md).
+        bucket_cap_mb: gradients travel between replicas in buckets of about this many MiB.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
 
     Attributes:
         module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
         step_count: training steps taken; set it when you resume a run.
-        schedule: the schedule.
+        schedule: the schedule. With replicas, the W at a rank's end are sorted by stage.
+        replicas: what this process exchanges with its counterparts in other replicas; None where there are none.
 
     Raises:
         ScheduleError: the schedule cannot run.
-        OptionError: partition or number of processes do not fit.
+        OptionError: partition, mesh or number of processes do not fit.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        bucket_cap_mb: float = 25.0,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
     ) -> None:
@@ -91,24 +105,44 @@ class Pipeline:
             raise OptionError(
                 f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}"
             )
+        if mesh is not None and group is not None:
+            raise OptionError(
+                "give either mesh or group: the mesh's last dimension is the group of the pipeline's ranks"
+            )
+        place = None if mesh is None else place_in(mesh, schedule.num_ranks)
+        has_replicas = place is not None and len(place.pipelines) > 1
         programs = lower(schedule)
+        if has_replicas:
+            schedule = tails_by_stage(schedule)
+            programs = tuple(map(finishing, lower(schedule)))
         layers = checked_layers(layers)
         bounds = stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
-        self._world = _world(schedule.num_ranks, self._device, timeout, group)
+        self._world = _world(schedule.num_ranks, self._device, timeout, place.group if place else group)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
-        self._stages = self._build_stages(layers, bounds, loss_fn, seed)
+        own_seed = seed_for(seed, place.replica) if place and place.replica else seed
+        self._stages = self._build_stages(layers, bounds, loss_fn, seed, own_seed)
+        tied = used_by_several(self._stages.values())
         for stage in self._stages.values():
-            stage.share(used_by_several(self._stages.values()))
+            stage.share(tied)
+        self.replicas: Replicas | None = None
+        self._reducer: Reducer | None = None
+        self._synchronises = True
+        if place and has_replicas:
+            assert isinstance(self._world, DistributedWorld)
+            self.replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
+            self.replicas.start_equal(self.module)
+            self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, [p for p in self.parameters() if p in tied])
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._keywords = _union(self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[int], list[int]]]] = deque(maxlen=_RECORDED_STEPS)
+        self._reduced: deque[list[Reduced]] = deque(maxlen=_RECORDED_STEPS)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -128,8 +162,12 @@ class Pipeline:
                 By default it is the mean over microbatches, weighted by their samples.
             **keywords: go, cut likewise, to every layer whose `forward` names them (masks, positions, ...).
 
+        With replicas the gradients are averaged over them: exactly what is in `.grad` at the end of the step, also
+        what was there before. A `token_count` is then that of all replicas together.
+
         Returns:
-            The loss of the batch, on every rank, on its way: `float(loss)` waits for it.
+            The loss of the batch, on every rank, on its way: `float(loss)` waits for it. With replicas it is that of
+            the own one; their mean is the loss of the whole batch.
 
         Raises:
             OptionError: the batch cannot be cut, or no layer takes a keyword.
@@ -138,10 +176,24 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
-        loss = self._run({rank: executor.run for rank, executor in self._executors.items()}, batch)
+        runs = {rank: executor.run for rank, executor in self._executors.items()}
+        loss = self._run(runs, batch, self._reducer if self._synchronises else None)
         self.step_count += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
+        self._reduced.append(self._reducer.recorded if self._reducer and self._synchronises else [])
         return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context: steps inside add to this replica's gradients only; the next one outside averages the sums.
+
+        Every replica must do the same. Without replicas it changes nothing.
+        """
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any
@@ -181,28 +233,32 @@ class Pipeline:
         input_parts = split(inputs if owners[0] in self._world.ranks else None, count)
         target_parts = split(targets if owners[-1] in self._world.ranks else None, count)
         keyword_parts = split(dict(keywords), count)
-        weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
+        replicas = self.replicas.count if self.replicas else 1
+        weights = [replicas / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
-    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> LateValue:
-        """Run the ranks that live here. Returns the loss."""
+    def _run(
+        self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch, reducer: Reducer | None = None
+    ) -> LateValue:
+        """Run the ranks that live here; with `reducer`, average the gradients. Returns the loss."""
         if self._broken:
             raise PipelineError(
                 f"an earlier step failed ({self._broken}), so the ranks are no longer in step; start them again"
             )
         loss, give_loss = self._world.number_from(self.schedule.placement.ranks[-1])
         try:
-            self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
+            with reducer.reducing() if reducer else nullcontext():
+                self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
+                for stage in self._stages.values():
+                    stage.add_shared_gradients()
+                if batch.losses:
+                    give_loss(batch.total_loss())
         except BaseException as error:
             for stage in self._stages.values():
                 stage.clear()
             if not self._world.survives:
                 self._broken = f"{type(error).__name__}: {error}"
             raise
-        for stage in self._stages.values():
-            stage.add_shared_gradients()
-        if batch.losses:
-            give_loss(batch.total_loss())
         return loss
 
     # ------------------------------------------------------------------------------------------------ model
@@ -290,6 +346,15 @@ class Pipeline:
         gathered = self._world.gather({rank: [step[rank] for step in recorded] for rank in self._world.ranks})
         return [self._timeline(rows) for rows in zip(*gathered, strict=True)]
 
+    def reductions(self, last: int = 1) -> list[list[Reduction]]:
+        """What was averaged over the replicas in the last steps, on the axis of their `timelines`. Collective.
+
+        Empty for steps under `no_sync`, and where there are no replicas.
+        """
+        steps = list(zip(self._recorded, self._reduced, strict=True))[-last:]
+        own = {rank: [(times[rank][0][0], buckets) for times, buckets in steps] for rank in self._world.ranks}
+        return [on_axis(rows) for rows in zip(*self._world.gather(own), strict=True)]
+
     def split_report(self) -> SplitReport:
         """Which parameters' gradients wait for W, per stage, and why others do not. Collective; after a training step.
 
@@ -331,6 +396,7 @@ class Pipeline:
         bounds: Sequence[range],
         loss_fn: LossFunction,
         seed: int,
+        own_seed: int,
     ) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
         for index, (numbers, rank) in enumerate(zip(bounds, self.schedule.placement.ranks, strict=True)):
@@ -339,7 +405,7 @@ class Pipeline:
             own = [(number, build_layer(layers[number], number, seed, self._device)) for number in numbers]
             self.module.update({str(number): layer for number, layer in own})
             is_last = index + 1 == self.schedule.num_stages
-            stages[index] = Stage(index, own, seed, self._device, loss_fn if is_last else None)
+            stages[index] = Stage(index, own, own_seed, self._device, loss_fn if is_last else None)
         return stages
 
     def _make_executors(self, programs: Sequence[Program], dynamic_shapes: bool) -> dict[int, Executor]:
@@ -347,7 +413,7 @@ class Pipeline:
         executors = {}
         for rank in self._world.ranks:
             transport = self._world.transport(rank, links, dynamic_shapes)
-            executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport)
+            executors[rank] = Executor(programs[rank], self._stages, self.schedule.num_stages, transport, self._reducer)
         return executors
 
     def _own_keywords(self) -> frozenset[str] | None:
