@@ -86,26 +86,26 @@ def train_on_replicas(report, names, num_ranks, replicas):
     return found
 
 
-def count_tokens(report):
-    """Two replicas of one rank with parts of different size, and the number of elements of both together."""
-    pipeline = on_replicas([Block] * 4, zb.zb_h1(1, 2), 2, sum_of_squares)
+def count_tokens():
+    """Replicas with parts of different size, and the number of elements of all together."""
+    pipeline = on_replicas([Block] * 4, zb.zb_h1(2, 2), 2, sum_of_squares)
     inputs, targets = batch(0, 2)
-    part = slice(0, 5) if dist.get_rank() == 0 else slice(5, None)
+    part = slice(0, 5) if replica_of(2) == 0 else slice(5, None)
     loss = pipeline.step(inputs[part], targets[part], token_count=targets.numel())
     return loss.item(), gradients_of(pipeline)
 
 
-def accumulate(report):
-    """Gradients with one before the step, after a step under `no_sync`, after one more, and after another one."""
-    pipeline = on_replicas([Block] * 4, zb.zb_h1(1, 2), 2)
-    rank = dist.get_rank()
-    next(pipeline.parameters()).grad = torch.full((WIDTH,), float(rank), dtype=torch.float64)
-    found = []
+def accumulate():
+    """Gradients after a step under `no_sync`, after one more, and after another one; there were some before."""
+    pipeline = on_replicas([Block] * 4, zb.zb_h1(2, 2), 2)
+    replica, found = replica_of(2), []
+    for parameter in pipeline.parameters():
+        parameter.grad = torch.full_like(parameter, replica)
     with pipeline.no_sync():
-        pipeline.step(*batch(0, 2, rank))
+        pipeline.step(*batch(0, 2, replica))
     found.append(gradients_of(pipeline))
     for step in (1, 2):
-        pipeline.step(*batch(step, 2, rank))
+        pipeline.step(*batch(step, 2, replica))
         found.append(gradients_of(pipeline))
     return found, [len(buckets) > 0 for buckets in pipeline.reductions(last=3)]
 
@@ -124,55 +124,86 @@ class Selective(nn.Module):
         return self.chosen(x) if self.uses else x
 
 
-def select(report):
-    rank = dist.get_rank()
-    pipeline = on_replicas([Selective(rank == 0), Block()], zb.zb_h1(1, 2), 2)
-    pipeline.step(*batch(0, 2, rank))
+def select():
+    replica = replica_of(2)
+    pipeline = on_replicas([Selective(replica == 0), Block()], zb.zb_h1(2, 2), 2)
+    pipeline.step(*batch(0, 2, replica))
     return gradients_of(pipeline)
 
 
 def tied_layers():
     """First and last layer use one weight."""
+    torch.manual_seed(0)
     layers = [Block(), Block(), Block(), Block()]
     layers[3].up.weight = layers[0].up.weight
     return layers
 
 
-def train_tied(report):
-    torch.manual_seed(0)
+def train_tied():
     pipeline = on_replicas(tied_layers(), zb.zb_v(2, 4), 2)
     result = train(pipeline, lambda step: batch(step, 2, replica_of(2)))
-    return result, [buckets.stage for buckets in pipeline.reductions()[0]]
+    return result, [bucket.stage for bucket in pipeline.reductions()[0] if bucket.rank == 0]
 
 
-def start(report):
+def start():
     """Weights at the start where every process made its own; the same data everywhere, with dropout."""
     torch.manual_seed(dist.get_rank())
     layers = [Block(0.3), nn.BatchNorm1d(WIDTH).double(), Block(0.3)]
     layers[1].running_mean += dist.get_rank()
-    pipeline = on_replicas(layers, zb.zb_h1(1, 2), 2)
+    pipeline = on_replicas(layers, zb.zb_h1(2, 2), 2)
     weights = {name: value.clone() for name, value in pipeline.state_dict().items()}
     with pipeline.no_sync():
         loss = pipeline.step(*batch(0, 1)).item()
     return weights, loss, gradients_of(pipeline)
 
 
-def without_replicas(weights):
-    """The same as `start`, alone."""
-    pipeline = Pipeline([Block(0.3), nn.BatchNorm1d(WIDTH).double(), Block(0.3)], squares, zb.zb_h1(1, 2))
+def start_alone(weights):
+    """The same without replicas."""
+    pipeline = Pipeline([Block(0.3), nn.BatchNorm1d(WIDTH).double(), Block(0.3)], squares, zb.gpipe(1, 2))
     pipeline.load_state_dict(weights)
     return pipeline.step(*batch(0, 1)).item(), gradients_of(pipeline)
 
 
-def different_layers(report):
-    on_replicas([nn.Linear(4, 4 + dist.get_rank())], zb.zb_h1(1, 2), 2)
+def refusals():
+    """What wrong meshes and layers are told."""
+    schedule = zb.zb_h1(2, 2)
+    two = init_device_mesh("cpu", (2, 2))
+
+    def refused(layers=(Block, Block), schedule=schedule, **options):
+        try:
+            Pipeline(layers, squares, schedule, timeout=30, **options)
+        except zb.ZeroBubbleError as error:
+            return str(error)
+
+    return {
+        "both": refused(mesh=two, group=dist.group.WORLD),
+        "dimensions": refused(mesh=init_device_mesh("cpu", (2, 2, 1))),
+        "size": refused(mesh=two, schedule=zb.zb_h1(4, 4)),
+        "layers": refused([nn.Linear(4, 4 + replica_of(2)) for _ in range(2)], mesh=two),
+    }
 
 
-def clip(report):
+def one_dimension():
+    """A mesh of the pipeline alone; the losses of two steps."""
+    mesh = init_device_mesh("cpu", (4,))
+    pipeline = Pipeline([Block] * 4, squares, zb.zb_h1(4, 4), mesh=mesh, timeout=60)
+    return pipeline.replicas is None, [pipeline.step(*batch(step, 1)).item() for step in range(2)]
+
+
+def clip():
     """Norm over the whole pipeline, and the clipped gradients."""
     pipeline = on_replicas([Block] * 4, zb.zb_v(2, 4), 2)
     pipeline.step(*batch(0, 2, replica_of(2)))
     return pipeline.clip_grad_norm_(1e-3), gradients_of(pipeline)
+
+
+def measure():
+    """Bytes alive after every op, and whether measuring leaves gradients behind."""
+    pipeline = on_replicas([Block] * 4, zb.zb_h1(2, 4), 2)
+    part = batch(0, 2, replica_of(2))
+    pipeline.step(*part)
+    trace = pipeline.measure_memory(*part)
+    return list(map(len, trace.live_bytes)), all(p.grad is None for p in pipeline.parameters())
 
 
 class Slow(nn.Module):
@@ -187,11 +218,90 @@ class Slow(nn.Module):
         return emulated(x, self.weight, self.times)
 
 
-def overlap(report, name, num_ranks):
-    """Timeline and reductions of the second step, with four layers of slow W per rank."""
-    times = Times(0.002, 0.002, 0.02)
-    schedule = zb.generate(name, num_ranks, 4)
-    pipeline = on_replicas([lambda: Slow(times, 1000)] * 4 * num_ranks, schedule, 2, emulated_loss)
-    for _ in range(2):
-        pipeline.step(torch.ones(4, 1))
-    return pipeline.timelines()[0], pipeline.reductions()[0]
+def overlap():
+    """Per schedule, timeline and reductions of the second step, with four layers of slow W per rank."""
+    found = {}
+    for name in ("one_f_one_b", "zb_h1", "zb_v"):
+        layers = [lambda: Slow(Times(0.002, 0.002, 0.02), 1000)] * 8
+        pipeline = on_replicas(layers, zb.generate(name, 2, 4), 2, emulated_loss)
+        for _ in range(2):
+            pipeline.step(torch.ones(4, 1))
+        found[name] = pipeline.timelines()[0], pipeline.reductions()[0]
+    return found
+
+
+def optimizer_in_groups(pipeline):
+    """Weight decay for matrices only, and a learning rate that falls."""
+    matrices = [p for p in pipeline.parameters() if p.dim() > 1]
+    others = [p for p in pipeline.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train_sharded(shard):
+    """Parameters after some steps; halfway the optimizer is made anew from its state."""
+    pipeline = on_replicas([Block] * 4, zb.zb_v(2, 4), 2)
+    optimizer = shard(optimizer_in_groups(pipeline), pipeline)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        if step == 2:
+            state = optimizer.state_dict()
+            optimizer = shard(optimizer_in_groups(pipeline), pipeline)
+            optimizer.load_state_dict(state)
+            scheduler.optimizer = optimizer
+        pipeline.step(*batch(step, 2, replica_of(2)))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    kept = sum(parameter.nbytes for parameter in optimizer.state)
+    return parameters_of(pipeline), optimizer.state_dict(), kept
+
+
+def not_sharded(optimizer, pipeline):
+    return optimizer
+
+
+def shard():
+    """Training with the optimizer sharded, and as it is."""
+    return train_sharded(zb.shard_optimizer), train_sharded(not_sharded)
+
+
+def closure():
+    """What a sharded optimizer says to a closure and to being sharded again, and whether it works after."""
+    pipeline = on_replicas([Block] * 4, zb.zb_h1(2, 4), 2)
+    optimizer = zb.shard_optimizer(adamw(pipeline), pipeline)
+    said = []
+    for wrong in (lambda: optimizer.step(lambda: 0.0), lambda: zb.shard_optimizer(optimizer, pipeline)):
+        try:
+            wrong()
+        except zb.ZeroBubbleError as error:
+            said.append(str(error))
+    pipeline.step(*batch(0, 2, replica_of(2)))
+    optimizer.step()
+    return said, parameters_of(pipeline)
+
+
+def train_three_schedules():
+    return train_on_replicas(None, ["one_f_one_b", "zb_h1", "zb_v"], 2, 2)
+
+
+SCENARIOS = (
+    train_three_schedules,
+    count_tokens,
+    accumulate,
+    select,
+    train_tied,
+    start,
+    refusals,
+    one_dimension,
+    clip,
+    measure,
+    overlap,
+    shard,
+    closure,
+)
+
+
+def play(report):
+    """All scenarios on two pipelines of two ranks: what each returned, by name."""
+    return {scenario.__name__: scenario() for scenario in SCENARIOS}

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 from replicas_for_tests import (
     Block,
-    accumulate,
     batch,
-    clip,
-    count_tokens,
-    different_layers,
     gradients_of,
-    overlap,
-    select,
+    play,
     squares,
-    start,
+    start_alone,
     sum_of_squares,
     tied_layers,
     train,
     train_on_replicas,
-    train_tied,
-    without_replicas,
 )
 
 import zerobubble as zb
-from zerobubble.errors import OptionError, PipelineError
+from zerobubble.errors import OptionError
 from zerobubble.lower import Finish, Run, finishing, lower, tails_by_stage
 from zerobubble.notation import parse_op
 from zerobubble.op import Kind
@@ -84,10 +83,16 @@ def test_the_tail_of_a_rank_finishes_in_one_piece_per_stage():
 # ---------------------------------------------------------------------------------------------------- training
 
 
-def check_training(num_ranks, replicas, names):
-    results = launch(train_on_replicas, num_ranks * replicas, names, num_ranks, replicas, time_limit=LIMIT)
+@pytest.fixture(scope="module")
+def played():
+    """What every rank of two pipelines of two ranks returned in each scenario; ranks 0 and 1 are replica 0."""
+    results = launch(play, 4, time_limit=2 * LIMIT)
+    return {name: [result[name] for result in results] for name in results[0]}
+
+
+def check_training(results, num_ranks, replicas):
     losses, expected = train(Pipeline([Block] * 8, squares, zb.gpipe(1, 4)), lambda step: batch(step, replicas))
-    for name in names:
+    for name in results[0]:
         by_replica = [results[i : i + num_ranks] for i in range(0, len(results), num_ranks)]
         for step, whole in enumerate(expected):
             states = [united(part[name][1][step] for part in pipeline) for pipeline in by_replica]
@@ -97,47 +102,47 @@ def check_training(num_ranks, replicas, names):
         assert torch.allclose(mean, torch.tensor(losses))
 
 
-def test_two_pipelines_of_two_ranks_train_as_one_process_on_the_whole_batch():
-    check_training(2, 2, ["one_f_one_b", "zb_h1", "zb_v"])
+def test_two_pipelines_of_two_ranks_train_as_one_process_on_the_whole_batch(played):
+    check_training(played["train_three_schedules"], 2, 2)
 
 
 @pytest.mark.slow
 def test_two_pipelines_of_four_ranks_train_as_one_process_on_the_whole_batch():
-    check_training(4, 2, ["one_f_one_b", "zb_h1", "zb_v"])
+    check_training(launch(train_on_replicas, 8, ["one_f_one_b", "zb_h1", "zb_v"], 4, 2, time_limit=LIMIT), 4, 2)
 
 
 @pytest.mark.slow
 def test_three_pipelines_of_two_ranks_do_so_too():
-    check_training(2, 3, ["zb_h1", "zb_v"])
+    check_training(launch(train_on_replicas, 6, ["zb_h1", "zb_v"], 2, 3, time_limit=LIMIT), 2, 3)
 
 
-def test_with_a_token_count_of_all_replicas_parts_may_differ_in_size():
+def test_with_a_token_count_of_all_replicas_parts_may_differ_in_size(played):
     pipeline = Pipeline([Block] * 4, sum_of_squares, zb.gpipe(1, 2))
     inputs, targets = batch(0, 2)
     whole = pipeline.step(inputs, targets, token_count=targets.numel()).item()
-    (loss, gradients), (other_loss, other_gradients) = launch(count_tokens, 2, time_limit=LIMIT)
-    assert equal(gradients, other_gradients)
-    assert close(gradients, gradients_of(pipeline))
-    assert (loss + other_loss) / 2 == pytest.approx(whole)
+    losses, gradients = zip(*played["count_tokens"])
+    assert equal(united(gradients[:2]), united(gradients[2:]))
+    assert close(united(gradients[:2]), gradients_of(pipeline))
+    assert (losses[0] + losses[2]) / 2 == pytest.approx(whole)
 
 
-def test_under_no_sync_gradients_add_up_and_the_next_step_averages_all_that_is_there():
+def test_under_no_sync_gradients_add_up_and_the_next_step_averages_all_that_is_there(played):
     """As under DistributedDataParallel: also what was there before, and what had been averaged stays as it is."""
-    (first, reduced), (second, _) = launch(accumulate, 2, time_limit=LIMIT)
-    assert reduced == [False, True, True]
-    assert not equal(first[0], second[0])
-    assert equal(first[1], second[1])
-    assert equal(first[2], second[2])
+    found, reduced = zip(*played["accumulate"])
+    assert set(map(tuple, reduced)) == {(False, True, True)}
+    assert not equal(found[0][0], found[2][0])
     pipeline = Pipeline([Block] * 4, squares, zb.gpipe(1, 2))
-    next(pipeline.parameters()).grad = torch.full((12,), 0.5, dtype=torch.float64)
+    for parameter in pipeline.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
     for step in range(3):
         pipeline.step(*batch(step, 2))
         if step > 0:
-            assert close(first[step], gradients_of(pipeline))
+            assert equal(united(f[step] for f in found[:2]), united(f[step] for f in found[2:]))
+            assert close(united(f[step] for f in found[:2]), gradients_of(pipeline))
 
 
-def test_a_parameter_gets_a_gradient_where_any_replica_has_one_and_none_where_none_has():
-    first, second = launch(select, 2, time_limit=LIMIT)
+def test_a_parameter_gets_a_gradient_where_any_replica_has_one_and_none_where_none_has(played):
+    first, _, second, _ = played["select"]
     missing = {name for name, gradient in first.items() if gradient is None}
     assert missing == {f"0.{part}.{name}" for part in ("frozen", "unused") for name in ("weight", "bias")}
     assert {name for name, gradient in second.items() if gradient is None} == missing
@@ -145,50 +150,54 @@ def test_a_parameter_gets_a_gradient_where_any_replica_has_one_and_none_where_no
     assert first["0.chosen.weight"].abs().sum() > 0
 
 
-def test_a_weight_that_two_stages_of_a_rank_share_is_averaged_once_after_the_last_of_them():
-    results = launch(train_tied, 4, time_limit=LIMIT)
-    torch.manual_seed(0)
+def test_a_weight_that_two_stages_of_a_rank_share_is_averaged_once_after_the_last_of_them(played):
+    results, stages = zip(*played["train_tied"])
     _, expected = train(Pipeline(tied_layers(), squares, zb.gpipe(1, 4)), lambda step: batch(step, 2))
     for step, whole in enumerate(expected):
-        states = [united(result[0][1][step] for result in results[i : i + 2]) for i in (0, 2)]
+        states = [united(result[1][step] for result in results[i : i + 2]) for i in (0, 2)]
         assert equal(*states)
         assert close(states[0], {name: whole[name] for name in states[0]})
-    assert results[0][1][-1] is None
-    assert results[0][1].count(None) == 1
+    assert stages[0][-1] is None
+    assert stages[0].count(None) == 1
 
 
-def test_replicas_start_with_the_weights_and_buffers_of_the_first_and_draw_dropout_of_their_own():
-    (weights, loss, gradients), (others, other_loss, _) = launch(start, 2, time_limit=LIMIT)
-    assert equal(weights, others)
-    assert loss != other_loss
-    alone, gradients_alone = without_replicas(weights)
-    assert loss == alone
-    assert equal(gradients, gradients_alone)
+def test_replicas_start_with_the_weights_and_buffers_of_the_first_and_draw_dropout_of_their_own(played):
+    weights, losses, gradients = zip(*played["start"])
+    assert equal(united(weights[:2]), united(weights[2:]))
+    assert losses[0] != losses[2]
+    alone, gradients_alone = start_alone(united(weights[:2]))
+    assert losses[:2] == (alone, alone)
+    assert equal(united(gradients[:2]), gradients_alone)
 
 
-def test_clipping_gives_the_same_norm_and_gradients_on_every_replica():
-    results = launch(clip, 4, time_limit=LIMIT)
-    assert len({norm for norm, _ in results}) == 1
-    assert all(equal(results[rank][1], results[rank + 2][1]) for rank in (0, 1))
-    squares_of = [gradient.square().sum() for _, found in results[:2] for gradient in found.values()]
-    assert torch.stack(squares_of).sum().sqrt() == pytest.approx(1e-3)
+def test_clipping_gives_the_same_norm_and_gradients_on_every_replica(played):
+    norms, gradients = zip(*played["clip"])
+    assert len(set(norms)) == 1
+    assert equal(united(gradients[:2]), united(gradients[2:]))
+    squared = [gradient.square().sum() for gradient in united(gradients[:2]).values()]
+    assert torch.stack(squared).sum().sqrt().item() == pytest.approx(1e-3)
+
+
+def test_memory_is_measured_op_by_op_and_leaves_no_gradients(played):
+    orders = zb.zb_h1(2, 4).orders
+    assert played["measure"] == [(list(map(len, orders)), True)] * 4
 
 
 # ---------------------------------------------------------------------------------------------------- overlap
 
 
-def test_reductions_begin_while_the_last_weight_gradients_are_computed():
-    """Emulated: W sleeps, so whatever overlaps it has time to."""
-    for name in ("one_f_one_b", "zb_h1", "zb_v"):
-        timeline, reductions = launch(overlap, 4, name, 2, time_limit=LIMIT)[0]
-        for rank in range(2):
-            done = [reduction for reduction in reductions if reduction.rank == rank]
-            end = timeline.ends[rank][-1]
-            assert len(done) == 8
-            assert sum(reduction.end < end - 10 for reduction in done) >= 2, (name, rank)
-            assert all(reduction.start <= reduction.end for reduction in done)
-            last = timeline.schedule.orders[rank][-1]
-            assert last.kind in (Kind.W, Kind.BW)
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_v"])
+def test_reductions_begin_and_end_while_the_last_weight_gradients_are_computed(played, name):
+    """Emulated: every W sleeps 20 ms per layer, so that the tail of a rank takes some hundred ms."""
+    timeline, reductions = played["overlap"][0][name]
+    for rank in range(2):
+        done = [reduction for reduction in reductions if reduction.rank == rank]
+        assert len(done) == 4
+        assert all(reduction.start <= reduction.end for reduction in done)
+        begin, end = timeline.starts[rank][-1], timeline.ends[rank][-1]
+        assert timeline.schedule.orders[rank][-1].kind in (Kind.W, Kind.BW)
+        assert any(reduction.end < end for reduction in done)
+        assert min(reduction.start for reduction in done) < end - 20, (begin, end)
 
 
 def test_without_replicas_there_is_nothing_to_reduce():
@@ -199,14 +208,104 @@ def test_without_replicas_there_is_nothing_to_reduce():
     assert pipeline.reductions() == [[]]
 
 
+# ---------------------------------------------------------------------------------------------------- optimizer state
+
+
+def test_a_sharded_optimizer_gives_the_same_bits_with_groups_schedules_and_its_state_loaded_anew(played):
+    for (parameters, state, _), (expected, whole_state, _) in played["shard"]:
+        assert equal(parameters, expected)
+        assert state["param_groups"] == whole_state["param_groups"]
+        assert list(state["state"]) == list(whole_state["state"])
+        assert all(equal(state["state"][key], whole_state["state"][key]) for key in state["state"])
+
+
+def test_each_replica_keeps_the_state_of_about_as_many_bytes_and_all_together_of_each_parameter_once(played):
+    for rank in (0, 1):
+        shares = [played["shard"][process][0][2] for process in (rank, rank + 2)]
+        largest = 12 * 24 * 8
+        assert sum(shares) == played["shard"][rank][1][2]
+        assert abs(shares[0] - shares[1]) <= largest
+
+
+def test_a_sharded_optimizer_refuses_a_closure_and_a_second_sharding(played):
+    said, parameters = zip(*played["closure"])
+    for closure, again in said:
+        assert "takes no closure" in closure
+        assert "AdamW is sharded already" in again
+    assert equal(united(parameters[:2]), united(parameters[2:]))
+
+
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
-def test_layers_that_differ_between_replicas_are_named():
-    with pytest.raises(PipelineError, match=r"layers of replicas 0 and 1 differ.*0\.(bias|weight)"):
-        launch(different_layers, 2, time_limit=LIMIT)
+def test_meshes_and_layers_that_do_not_fit_are_refused_by_name(played):
+    for said in played["refusals"]:
+        assert "give either mesh or group" in said["both"]
+        assert "of one dimension (the pipeline) or two (replicas, pipeline); got 3 dimensions" in said["dimensions"]
+        assert "4 ranks, but the last dimension of the mesh, the pipeline's, has 2" in said["size"]
+        assert re.search(r"layers of replicas . and . differ.*\('[01]\.(bias|weight)'", said["layers"])
 
 
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(OptionError, match="mesh must be a DeviceMesh of one dimension"):
         Pipeline([Block], squares, zb.zb_h1(1, 1), mesh=(2, 1))
+
+
+def test_a_mesh_of_one_dimension_is_the_pipeline(played):
+    pipeline = Pipeline([Block] * 4, squares, zb.gpipe(1, 4))
+    expected = [pipeline.step(*batch(step, 1)).item() for step in range(2)]
+    assert played["one_dimension"] == [(True, expected)] * 4
+
+
+# ---------------------------------------------------------------------------------------------------- faults
+
+DYING = """
+import os, signal, sys, time, torch, torch.distributed as dist, zerobubble as zb
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo")
+layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+mesh = init_device_mesh("cpu", (2, 2))
+pipeline = zb.Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 4), mesh=mesh, timeout=8)
+for step in range(4):
+    if dist.get_rank() == 3 and step == 2:
+        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "dies" else time.sleep(60)
+    pipeline.step(torch.ones(4, 4), torch.ones(4))
+"""
+
+
+def survivors(folder, how):
+    """Two pipelines of two ranks; something happens to rank 1 of replica 1 in step 2. What the others say, by rank."""
+    (folder / "dying.py").write_text(DYING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "4"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "dying.py", how],
+            cwd=folder,
+            env={**env, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT)[1] for process in processes[:3]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert all(process.returncode != 0 for process in processes)
+    return said
+
+
+@pytest.mark.parametrize(("how", "trouble"), [("dies", "connection was closed"), ("sleeps", "not there after 8 s")])
+def test_when_a_rank_of_one_replica_dies_or_sleeps_all_others_end_and_name_what_they_waited_for(tmp_path, how, trouble):
+    first, second, third = survivors(tmp_path, how)
+    assert re.search(r"PeerError: rank 0 waited for .* from rank 1", third)
+    assert "rank 1 of replica 0 waited for the gradients of stage 1 from the other replicas: " in second
+    assert re.search(r"Last told: rank 1 of replica 1 finished 1W3 of step \d", second)
+    assert trouble in second
+    assert "PeerError: rank 0" in first

@@ -32,6 +32,7 @@ from zerobubble.timeline import Timeline
 from zerobubble.validate import validate
 
 if TYPE_CHECKING:
+    from zerobubble.optim import shard_optimizer as shard_optimizer
     from zerobubble.runtime import Pipeline as Pipeline
     from zerobubble.runtime import Shared as Shared
     from zerobubble.runtime import add_loss as add_loss
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NEED_TORCH = dict.fromkeys(("Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime")
+_NEED_TORCH["shard_optimizer"] = "zerobubble.optim"
 
 
 def __getattr__(name: str) -> Any:

@@ -181,11 +181,11 @@ class Replicas:
     def _peer_error(self, what: str, waited: float) -> PeerError:
         trouble = "a connection was closed" if waited < self._timeout else f"not there after {self._timeout:g} s"
         others = [(i, board) for i, board in enumerate(self._boards) if i != self.index]
-        causes = [f"In replica {i}, {failure}. " for i, board in others if (failure := board.failure())]
-        told = "; ".join(f"replica {i}, {board.read(self._rank)}" for i, board in others)
+        causes = [f"In replica {i}, {failure.rstrip('.')}. " for i, board in others if (failure := board.failure())]
+        told = "; ".join(f"rank {self._rank} of replica {i} finished {board.read(self._rank)}" for i, board in others)
         error = PeerError(
             f"rank {self._rank} of replica {self.index} waited for {what} from the other replicas: {trouble}. "
-            f"{''.join(causes)}The last that rank {self._rank} of each told is that it finished: {told}."
+            f"{''.join(causes)}Last told: {told}."
         )
         self._status.fail(error, "what it exchanges with other replicas")
         return error
