@@ -268,7 +268,8 @@ mesh = init_device_mesh("cpu", (2, 2))
 pipeline = zb.Pipeline(layers, lambda y, _: y.sum(), zb.zb_h1(2, 4), mesh=mesh, timeout=8)
 for step in range(4):
     if dist.get_rank() == 3 and step == 2:
-        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "dies" else time.sleep(60)
+        time.sleep(1.5 if sys.argv[1] == "dies" else 60)  # what it finished last is told twice a second
+        os.kill(os.getpid(), signal.SIGKILL)
     pipeline.step(torch.ones(4, 4), torch.ones(4))
 """
 
@@ -301,11 +302,14 @@ def survivors(folder, how):
     return said
 
 
-@pytest.mark.parametrize(("how", "trouble"), [("dies", "connection was closed"), ("sleeps", "not there after 8 s")])
+@pytest.mark.parametrize(
+    ("how", "trouble"),
+    [("dies", "connection was closed"), pytest.param("sleeps", "not there after 8 s", marks=pytest.mark.slow)],
+)
 def test_when_a_rank_of_one_replica_dies_or_sleeps_all_others_end_and_name_what_they_waited_for(tmp_path, how, trouble):
     first, second, third = survivors(tmp_path, how)
     assert re.search(r"PeerError: rank 0 waited for .* from rank 1", third)
     assert "rank 1 of replica 0 waited for the gradients of stage 1 from the other replicas: " in second
-    assert re.search(r"Last told: rank 1 of replica 1 finished 1W3 of step \d", second)
+    assert "Last told: rank 1 of replica 1 finished 1W3 of step 1" in second
     assert trouble in second
     assert "PeerError: rank 0" in first

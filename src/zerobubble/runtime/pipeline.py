@@ -175,6 +175,8 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise PipelineError("step needs gradients, but they are switched off here; use evaluate for forwards alone")
+        if token_count is not None and self.replicas:
+            token_count /= self.replicas.count  # gradients are averaged, so each replica counts for as many as they are
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
         runs = {rank: executor.run for rank, executor in self._executors.items()}
         loss = self._run(runs, batch, self._reducer if self._synchronises else None)
@@ -233,8 +235,7 @@ class Pipeline:
         input_parts = split(inputs if owners[0] in self._world.ranks else None, count)
         target_parts = split(targets if owners[-1] in self._world.ranks else None, count)
         keyword_parts = split(dict(keywords), count)
-        replicas = self.replicas.count if self.replicas else 1
-        weights = [replicas / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
+        weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
     def _run(
