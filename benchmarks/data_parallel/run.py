@@ -31,7 +31,7 @@ from zerobubble.runtime import Pipeline, launch
 from zerobubble.runtime.emulation import Times, emulated, emulated_loss
 
 if TYPE_CHECKING:
-    from zerobubble.runtime.reducer import Reduction
+    from zerobubble.runtime import Reduction
 
 REPLICAS, RANKS, LAYERS = 2, 2, 4
 NAMES = ("one_f_one_b", "zb_h1", "zb_v")
