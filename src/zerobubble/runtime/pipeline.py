@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from zerobubble.runtime.late import LateValue
     from zerobubble.runtime.layout import Layer
     from zerobubble.runtime.reducer import Reduced
+    from zerobubble.runtime.replicas import MeshPlace
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
     from zerobubble.runtime.world import World
@@ -129,14 +130,10 @@ class Pipeline:
         tied = used_by_several(self._stages.values())
         for stage in self._stages.values():
             stage.share(tied)
-        self.replicas: Replicas | None = None
-        self._reducer: Reducer | None = None
+        self.replicas = self._meet_replicas(place, timeout) if place and has_replicas else None
+        shared = [p for p in self.parameters() if p in tied]
+        self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, shared) if self.replicas else None
         self._synchronises = True
-        if place and has_replicas:
-            assert isinstance(self._world, DistributedWorld)
-            self.replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
-            self.replicas.start_equal(self.module)
-            self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, [p for p in self.parameters() if p in tied])
         self._executors = self._make_executors(programs, dynamic_shapes)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._keywords = _union(self._world.gather(dict.fromkeys(self._world.ranks, self._own_keywords())))
@@ -390,6 +387,13 @@ class Pipeline:
         return Timeline(self.schedule, starts, ends, unit="ms")
 
     # ------------------------------------------------------------------------------------------------ building
+
+    def _meet_replicas(self, place: MeshPlace, timeout: float) -> Replicas:
+        """Connect with the counterparts, and take over the weights and buffers of replica 0."""
+        assert isinstance(self._world, DistributedWorld)
+        replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
+        replicas.start_equal(self.module)
+        return replicas
 
     def _build_stages(
         self,
