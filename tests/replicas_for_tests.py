@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from zerobubble.runtime import Pipeline
-from zerobubble.runtime.emulation import Times, emulated, emulated_loss
+from zerobubble.runtime.emulation import EmulatedLayer, Times, emulated, emulated_loss
+
+torch.set_num_threads(1)  # as in the processes: some kernels add up in another order with more threads
 
 WIDTH, SAMPLES = 12, 8
 
@@ -281,6 +286,42 @@ def closure():
     return said, parameters_of(pipeline)
 
 
+def train_clipped(wrap, shard):
+    """Parameters after steps that are all clipped, and one that is skipped on all replicas."""
+    pipeline = on_replicas([Block] * 4, zb.zb_h1(2, 4), 2)
+    optimizer = wrap(shard(adamw(pipeline), pipeline), clip_norm=1e-3)
+    for step in range(4):
+        inputs, targets = batch(step, 2, replica_of(2))
+        pipeline.step(inputs * (math.inf if step == 2 and replica_of(2) == 1 else 1.0), targets)
+        optimizer.step()
+    counts = getattr(optimizer, "counts", None)
+    return parameters_of(pipeline), counts and dataclasses.astuple(counts)
+
+
+def post_validate():
+    """The same by three ways."""
+
+    def ahead(optimizer, **options):
+        return zb.PostValidatedOptimizer(optimizer, **options, adaptive=False)
+
+    waiting = zb.SynchronousOptimizer
+
+    ways = (ahead, zb.shard_optimizer), (ahead, not_sharded), (waiting, not_sharded)
+    return [train_clipped(*way) for way in ways]
+
+
+def plan_itself():
+    """The schedules with which a pipeline that plans itself began and went on."""
+    layers = [lambda: EmulatedLayer(Times(0.002, 0.002, 0.002))] * 2
+    pipeline = on_replicas(
+        layers, zb.Auto(6, memory_limit=1e9, profile_steps=2, effort="quick", num_ranks=2), 2, emulated_loss
+    )
+    first = pipeline.schedule
+    for _ in range(5):
+        pipeline.step(torch.ones(6, 1))
+    return first, pipeline.schedule
+
+
 def train_three_schedules():
     return train_on_replicas(None, ["one_f_one_b", "zb_h1", "zb_v"], 2, 2)
 
@@ -299,6 +340,8 @@ SCENARIOS = (
     overlap,
     shard,
     closure,
+    post_validate,
+    plan_itself,
 )
 
 

@@ -31,7 +31,7 @@ from zerobubble.runtime import Pipeline, launch
 from zerobubble.runtime.emulation import Times, emulated, emulated_loss
 
 if TYPE_CHECKING:
-    from zerobubble.runtime.reducer import Reduction
+    from zerobubble.runtime import Reduction
 
 REPLICAS, RANKS, LAYERS = 2, 2, 4
 NAMES = ("one_f_one_b", "zb_h1", "zb_v")
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
 
 def measure(_report: Any, name: str, microbatches: int, seconds: float, mib: float, steps: int) -> Any:
-    """Seconds of the fastest step of each way, and timeline and reductions of the last overlapping step."""
+    """Seconds of the fastest step of each way, and timeline and reductions of the overlapping one."""
     schedule = zb.generate(name, RANKS, microbatches)
     share = seconds / LAYERS * schedule.num_ranks / RANKS
     layers = [lambda: Layer(Times(share, share, share), mib)] * (LAYERS * RANKS)
@@ -77,7 +77,9 @@ def measure(_report: Any, name: str, microbatches: int, seconds: float, mib: flo
             if step > 0:  # the first one agrees on shapes
                 took[way].append(perf_counter() - begin)
     fastest = {way: min(times) for way, times in took.items()}
-    return fastest, overlapping.timelines()[0], overlapping.reductions()[0]
+    best = took[WAYS[1]].index(fastest[WAYS[1]])
+    timelines, reductions = overlapping.timelines(2 * steps)[1::2], overlapping.reductions(2 * steps)[1::2]
+    return fastest, timelines[best], reductions[best]
 
 
 def draw(timeline: zb.Timeline, reductions: list[Reduction], title: str, path: Path) -> None:

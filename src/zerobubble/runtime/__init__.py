@@ -18,10 +18,11 @@ from zerobubble.runtime.late import LateValue
 from zerobubble.runtime.launch import launch
 from zerobubble.runtime.pipeline import Pipeline
 from zerobubble.runtime.profile import MemoryTrace, Profile, measured_costs
+from zerobubble.runtime.reducer import Reduction
 from zerobubble.runtime.split import SplitBackward, unsplit
 from zerobubble.runtime.weight_store import WeightStore
 
 __all__ = [
-    "Auto", "LateValue", "MemoryTrace", "Pipeline", "Profile", "Shared", "SplitBackward", "WeightStore",
+    "Auto", "LateValue", "MemoryTrace", "Pipeline", "Profile", "Reduction", "Shared", "SplitBackward", "WeightStore",
     "add_loss", "launch", "measured_costs", "unsplit",
 ]  # fmt: skip

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from zerobubble.runtime.layout import Layer
     from zerobubble.runtime.profile import Profile
     from zerobubble.runtime.reducer import Reduced
+    from zerobubble.runtime.replicas import MeshPlace
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
     from zerobubble.runtime.transport import Transport
@@ -172,14 +173,10 @@ class Pipeline:
         self.validation = Validation(self.module, self._stages.values(), self._world, [size for _, size in told])
         self._clock = clock_for(self._device)
         self._dynamic_shapes = dynamic_shapes
-        self.replicas: Replicas | None = None
-        self._reducer: Reducer | None = None
+        self.replicas = self._meet_replicas(place, timeout) if place and has_replicas else None
+        shared = [p for p in self.parameters() if p in tied]
+        self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, shared) if self.replicas else None
         self._synchronises = True
-        if place and has_replicas:
-            assert isinstance(self._world, DistributedWorld)
-            self.replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
-            self.replicas.start_equal(self.module)
-            self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, [p for p in self.parameters() if p in tied])
         self._executors = self._make_executors(programs, dynamic_shapes, reactive)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._broken: str | None = None
@@ -531,6 +528,13 @@ class Pipeline:
         return MemoryTrace(self.schedule, tuple(map(tuple, live)))
 
     # ------------------------------------------------------------------------------------------------ building
+
+    def _meet_replicas(self, place: MeshPlace, timeout: float) -> Replicas:
+        """Connect with the counterparts, and take over the weights and buffers of replica 0."""
+        assert isinstance(self._world, DistributedWorld)
+        replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
+        replicas.start_equal(self.module)
+        return replicas
 
     def _build_stages(
         self,

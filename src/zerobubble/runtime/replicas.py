@@ -111,8 +111,15 @@ class Replicas:
         self._abandoned: Reaper | None = None
 
     def start_sum(self, tensor: Tensor) -> dist.Work:
-        """Start to add `tensor` up over the replicas, in place. Hold it until the work has been waited for."""
-        work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        """Start to add `tensor` up over the replicas, in place. Hold it until the work has been waited for.
+
+        Raises:
+            PeerError: the connection to a counterpart is closed.
+        """
+        try:
+            work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        except RuntimeError:
+            raise self._peer_error("a bucket of gradients", 0.0) from None
         return work
 
     def wait(self, work: dist.Work, what: str, begin: float) -> None:
