@@ -1,6 +1,7 @@
 """Trains a small GPT on text with one schedule, one process per rank.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --schedule zb_h1 --steps 50
+    torchrun --nproc-per-node 4 examples/train_gpt.py --replicas 2          two pipelines of two ranks
 
 With CUDA each process takes one GPU and they talk over NCCL; without it each takes one CPU thread, over gloo.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerobubble as zb
 from zerobubble import notation
@@ -36,7 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory-limit", type=float, help="bytes of activations per rank, for auto")
     parser.add_argument("--microbatches", type=int, default=4, help="per step; a schedule file has its own")
     parser.add_argument("--steps", type=int, default=50, help="training steps of this run")
-    parser.add_argument("--samples", type=int, default=16, help="per step, over all microbatches")
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines that share the processes and the data")
+    parser.add_argument("--samples", type=int, default=16, help="per step and replica, over all microbatches")
     parser.add_argument("--blocks", type=int, default=4, help="transformer blocks; at least one per stage")
     parser.add_argument("--data", type=Path, help="text file or folder; by default the source of Python's library")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -58,16 +61,18 @@ def start_process_group() -> None:
         dist.init_process_group("gloo")
 
 
-def make_schedule(name: str, num_microbatches: int, memory_limit: float | None) -> zb.Schedule | zb.Auto:
+def make_schedule(
+    name: str, num_ranks: int, num_microbatches: int, memory_limit: float | None
+) -> zb.Schedule | zb.Auto:
     if name == "auto":
         return zb.Auto(num_microbatches, memory_limit)
     if Path(name).is_file():
         return notation.load(Path(name))
-    return zb.generate(name, dist.get_world_size(), num_microbatches)
+    return zb.generate(name, num_ranks, num_microbatches)
 
 
 def save(path: Path, pipeline: zb.Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 writes the parts of all ranks as one file. Nothing in it depends on the schedule or on the ranks."""
+    """Rank 0 writes the parts of all ranks as one file. Nothing in it depends on schedule, ranks or replicas."""
     state = optimizer.state_dict()
     names = state["param_groups"][0]["param_names"]
     own = to_cpu((pipeline.state_dict(), {names[i]: values for i, values in state["state"].items()}))
@@ -103,18 +108,26 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # what schedule auto chooses, and why
     start_process_group()
     config = GPTConfig(blocks=arguments.blocks)
-    schedule = make_schedule(arguments.schedule, arguments.microbatches, arguments.memory_limit)
-    num_stages = dist.get_world_size() if isinstance(schedule, zb.Auto) else schedule.num_stages
-    pipeline = zb.Pipeline(gpt_layers(config), next_token_loss, schedule, partition=gpt_partition(config, num_stages))
+    num_ranks = dist.get_world_size() // arguments.replicas
+    schedule = make_schedule(arguments.schedule, num_ranks, arguments.microbatches, arguments.memory_limit)
+    mesh = init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        (arguments.replicas, num_ranks),
+        mesh_dim_names=("replicas", "pipeline"),
+    )
+    partition = gpt_partition(config, num_ranks if isinstance(schedule, zb.Auto) else schedule.num_stages)
+    pipeline = zb.Pipeline(gpt_layers(config), next_token_loss, schedule, partition=partition, mesh=mesh)
     optimizer = torch.optim.AdamW(pipeline.named_parameters(), lr=arguments.learning_rate)
+    zb.shard_optimizer(optimizer, pipeline)  # each replica keeps its share of the state
     if arguments.load:
         load(arguments.load, pipeline, optimizer)
 
     text = load_text(arguments.data, config.context)
     begin, is_first = pipeline.step_count, dist.get_rank() == 0
+    own = slice(mesh.get_local_rank("replicas"), None, arguments.replicas)
     for step in range(begin, begin + arguments.steps):
-        inputs, targets = text.batch(step, arguments.samples, config.context)
-        loss = pipeline.step(inputs, targets)
+        inputs, targets = text.batch(step, arguments.samples * arguments.replicas, config.context)
+        loss = pipeline.step(inputs[own], targets[own])
         optimizer.step()
         optimizer.zero_grad()
         # the loss comes from the last stage: to read it is to wait for it, so only now and then

@@ -38,6 +38,7 @@ class Run:
     seed: int = 0
     scaled: bool = False
     autocast: bool = False
+    reactive: bool = False
     reads: dict[int, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     adaptive: bool = False
@@ -78,7 +79,8 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def pipeline_of(run: Run) -> Pipeline:
     layers = [lambda n=n: Block(n, run.scaled) for n in range(LAYERS)]
-    return Pipeline(layers, loss_of, run.schedule, seed=run.seed, timeout=60)
+    reactive = zb.Costs(unit="ms") if run.reactive else None
+    return Pipeline(layers, loss_of, run.schedule, seed=run.seed, timeout=60, reactive=reactive)
 
 
 def inner_optimizer(run: Run, pipeline: Pipeline) -> torch.optim.Optimizer:
@@ -166,6 +168,25 @@ def train_all(_report: Any, runs: list[Run]) -> list[dict[str, Any]]:
 
 def train_both(_report: Any, runs: list[Run]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [(train(run, synchronous=True), train(run)) for run in runs]
+
+
+def train_with_two_optimizers(_report: Any, run: Run) -> list[Any]:
+    """The end of a synchronous run and of one ahead, each with an optimizer for weights and one for biases."""
+    ends = []
+    for kind in (zb.SynchronousOptimizer, zb.PostValidatedOptimizer):
+        pipeline = pipeline_of(run)
+        weights = [p for p in pipeline.parameters() if p.dim() > 1]
+        biases = [p for p in pipeline.parameters() if p.dim() == 1]
+        optimizers = [kind(torch.optim.AdamW(weights), CLIP), kind(torch.optim.SGD(biases, lr=0.1), CLIP / 2)]
+        random = Random(run.seed)
+        for step, bent in enumerate(run.bends):
+            pipeline.step(*batch(step))
+            bend(pipeline, bent, random)
+            for optimizer in optimizers:
+                optimizer.step()
+        norms = [optimizer.grad_norm.item() for optimizer in optimizers]
+        ends.append(({key: value.clone() for key, value in pipeline.state_dict().items()}, norms))
+    return [*ends, [optimizer.counts.amended for optimizer in optimizers]]
 
 
 def reference(run: Run) -> dict[str, Any]:

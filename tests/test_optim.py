@@ -215,6 +215,22 @@ def test_the_loss_scale_is_that_of_torchs_scaler(finite, factors, interval):
         assert ours.state_dict() == torchs.state_dict()
 
 
+def test_losses_are_scaled_as_long_as_there_is_an_optimizer_that_divides_the_gradients():
+    pipeline, inner, optimizer = pipeline_and_optimizer(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+
+    def first_gradient():
+        pipeline.zero_grad()
+        pipeline.step_count = 0
+        pipeline.step(*tiny_batch())
+        return next(pipeline.parameters()).grad.clone()
+
+    scaled = first_gradient()
+    del optimizer
+    assert torch.equal(scaled, 8 * first_gradient())
+    zb.PostValidatedOptimizer(inner)
+    assert torch.equal(scaled, 8 * first_gradient())
+
+
 # ------------------------------------------------------------------------------------------------ as an optimizer
 
 

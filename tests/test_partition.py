@@ -138,5 +138,5 @@ def test_auto_tries_every_placement_that_the_layers_fill_and_skips_what_cannot_b
 
 
 def test_an_unknown_placement_is_refused():
-    with pytest.raises(OptionError, match="no placement is called 'zigzag'"):
+    with pytest.raises(OptionError, match="got 'zigzag'"):
         plan_layers(HEAVY_ENDS, 3, 6, placement="zigzag")

@@ -15,7 +15,7 @@ from strategies import costs, placements
 from zerobubble import GENERATORS, Costs, Placement, generate, simulate, validate
 from zerobubble.errors import CostsError, OptionError
 from zerobubble.paper import facts, profiled_costs, profiles
-from zerobubble.planner import placements_for, plan
+from zerobubble.planner import exact, placements_for, plan
 from zerobubble.planner.problem import Problem
 
 SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -200,6 +200,52 @@ def test_progress_and_time_limit():
     assert process_time() - begin < 5
     assert news
     validate(found.schedule, 6, found.costs)
+
+
+class TestExact:
+    """The solver by way of `plan`: the search's plan is its warm start."""
+
+    @pytest.fixture(autouse=True)
+    def solver(self):
+        return pytest.importorskip("ortools")
+
+    def test_proves_what_bounds_alone_do_not(self):
+        options = {"memory_limit": 2, "placement": "linear"}
+        start, found = (plan(UNIT, 3, 6, effort=effort, **options) for effort in ("default", "exact"))
+        assert not start.optimal
+        assert found.optimal
+        assert "exact solver" in found.bound.reason
+        assert found.lower_bound == pytest.approx(found.timeline.cost)
+        assert start.lower_bound <= found.lower_bound <= found.timeline.cost <= start.timeline.cost
+        validate(found.schedule, 2, UNIT)
+
+    def test_the_time_limit_holds_for_search_and_solver_together(self, monkeypatch):
+        given, solve = [], exact.solve
+
+        def spy(*arguments, **options):
+            given.append(arguments[5])
+            return solve(*arguments, **options)
+
+        monkeypatch.setattr(exact, "solve", spy)
+        costs = Costs(3, 4, 2, communication=0.3, weight_memory=0.4)
+        found = plan(costs, 5, 10, memory_limit=3, placement="linear", effort="exact", time_limit=3)
+        assert 0 < given[0] < 3
+        assert found.lower_bound <= found.timeline.cost
+        validate(found.schedule, 3, costs)
+
+    def test_says_nothing_of_undivided_backwards_that_are_cheaper(self):
+        costs = Costs(1, 1, 1, backward_full=1.2, weight_memory=0.5)
+        found = plan(costs, 3, 4, memory_limit=3, placement="linear", effort="exact", time_limit=2)
+        assert "exact solver" not in found.bound.reason
+        assert found.lower_bound <= simulate(generate("1f1b", 3, 4), costs).cost
+
+    def test_the_bound_is_that_of_all_placements(self):
+        """The solver's proof is for one placement; others that were tried may have a lower bound."""
+        costs = Costs(2, 3, 1, communication=1, weight_memory=0.5)
+        found = plan(costs, 3, 4, memory_limit=2, effort="exact", time_limit=4)
+        _, *others = (float(note.split("bound ")[1].split(",")[0]) for note in found.notes if "cost" in note)
+        assert others
+        assert found.lower_bound <= min(others) * (1 + 1e-6)
 
 
 @pytest.mark.slow

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from post_validation_runs import BENDS, Run, assert_close_run, assert_same_run, reference, train_all, train_both
+from post_validation_runs import (
+    BENDS,
+    Run,
+    assert_close_run,
+    assert_same_run,
+    reference,
+    same,
+    train_all,
+    train_both,
+    train_with_two_optimizers,
+)
 from strategies import random_schedule
 
 import zerobubble as zb
@@ -56,6 +66,7 @@ TWO_RANKS = {
     "at first": Run(zb.zb_h1(2, 4), AT_FIRST, adaptive=True),
     "at first, stubborn": Run(zb.zb_h1(2, 4), AT_FIRST),
     "another schedule": Run(zb.zb_h1(2, 4), EVERYTHING, reads={0: "use"}),
+    "reactive": Run(zb.zb_h2(2, 4), EVERYTHING, reactive=True),
     "reverse, SGD": Run(zb.zb_h1(2, 4), EVERYTHING, "sgd", options={"undo": "reverse"}),
     "reverse, AdamW": Run(zb.zb_v(2, 4), EVERYTHING, options={"undo": "reverse"}),
     "largest element": Run(zb.zb_v(2, 4), EVERYTHING, options={"norm_type": float("inf")}),
@@ -91,6 +102,10 @@ def test_reading_right_after_an_amended_step_finds_it_amended(two_ranks, name):
 
 def test_the_schedule_may_change_right_after_an_amended_step(two_ranks):
     assert two_ranks["another schedule"].amended == 7
+
+
+def test_a_rank_that_reacts_to_lateness_amends_as_well(two_ranks):
+    assert two_ranks["reactive"].amended == 7
 
 
 @pytest.mark.parametrize("name", [name for name in TWO_RANKS if name.startswith("reverse")])
@@ -175,6 +190,15 @@ def test_three_hundred_steps_of_every_schedule_optimizer_and_scenario(num_ranks)
     results = launch(train_all, num_ranks, runs, time_limit=7000)
     for run, told, *parts in zip(runs, expected, *results, strict=True):
         assert_same_run(run, parts, told)
+
+
+def test_two_optimizers_over_one_pipeline_amend_each_their_own():
+    run = Run(zb.zb_v(2, 4), ("lone", "fine", "nan", "fine", "lone", "pooled", "fine"), seed=5)
+    for synchronous, ahead, amended in launch(train_with_two_optimizers, 2, run, time_limit=LIMIT):
+        assert same(list(synchronous[0].values()), list(ahead[0].values()))
+        assert same(synchronous[1], ahead[1])
+        assert amended[0] != amended[1]
+        assert min(amended) >= 2
 
 
 # ------------------------------------------------------------------------------------------------ who waits for whom

@@ -23,7 +23,7 @@ from zerobubble.plot.layout import COLOURS, MEANINGS, ink
 from zerobubble.runtime import Pipeline, launch
 from zerobubble.runtime.emulation import emulated_loss, emulation
 
-RANKS, MICROBATCHES, MILLISECONDS = 4, 8, 15.0
+RANKS, MICROBATCHES, MILLISECONDS = 4, 8, 40.0
 FILLING = 2
 
 
@@ -68,11 +68,11 @@ def draw(axes: Any, title: str, schedule: zb.Schedule, by_rank: list[list[Step]]
         first = after.discarded or after.ops
         validated = (first[warm_up - 1][1] - origin) / 1e6
         axes.plot([validated] * 2, [rank + 0.75, rank + 1.05], color="#d00000", linewidth=2.5)
-    axes.set_xlim(0, (end - origin) / 1e6)
+    axes.set_xlim(0, max(axes.get_xlim()[1], (end - origin) / 1e6))
     axes.set_ylim(len(by_rank) + 0.1, -0.05)
     axes.set_yticks([rank + 0.5 for rank in range(len(by_rank))], [f"rank {rank}" for rank in range(len(by_rank))])
     axes.set_title(title, loc="left", fontsize=11, weight="bold")
-    axes.set_xlabel("time (ms)")
+    axes.tick_params(labelbottom=True)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
 
@@ -81,7 +81,7 @@ def _box(axes: Any, rank: int, op: zb.Op, start: float, width: float, style: str
     red, green, blue = COLOURS[op.kind]
     whiter = {"pale": 0.62, "strong": 0.0, "crossed out": 0.8}[style]
     colour = (red + (1 - red) * whiter, green + (1 - green) * whiter, blue + (1 - blue) * whiter)
-    edge, hatch = ("#999999", "xxx") if style == "crossed out" else ("white", None)
+    edge, hatch = ("#c4c4c4", "xxx") if style == "crossed out" else ("white", None)
     box = Rectangle((start, rank + 0.09), width, 0.82, facecolor=colour, edgecolor=edge, linewidth=0.6, hatch=hatch)
     axes.add_patch(box)
     axes.text(start + width / 2, rank + 0.5, str(op.microbatch), ha="center", va="center", fontsize=8,
@@ -90,22 +90,24 @@ def _box(axes: Any, rank: int, op: zb.Op, start: float, width: float, style: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, help=".svg or .png")
+    parser.add_argument("-o", "--output", type=Path, required=True, nargs="+", help=".svg or .png")
     args = parser.parse_args()
     schedule = zb.zb_h2(RANKS, MICROBATCHES)
     figure = Figure(figsize=(13, 6.4), facecolor="white", layout="constrained")
-    panels = figure.subplots(2, 1)
+    panels = figure.subplots(2, 1, sharex=True)
     for axes, (title, amend) in zip(panels, (("An ordinary step boundary", False), ("The step is amended", True))):
         draw(axes, title, schedule, launch(record, RANKS, schedule, amend, time_limit=120))
+    panels[-1].set_xlabel("time (ms)")
     handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {MEANINGS[kind]}") for kind in list(MEANINGS)[:3]]
     handles += [
         Patch(facecolor="#cccccc", label="step k (pale)"),
-        Patch(facecolor="#eeeeee", edgecolor="#999999", hatch="xxx", label="runs again"),
+        Patch(facecolor="#eeeeee", edgecolor="#c4c4c4", hatch="xxx", label="runs again"),
         Patch(facecolor="black", label="optimizer.step()"),
         Patch(facecolor="#d00000", label="Validate"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    figure.savefig(args.output, dpi=110, metadata={"Date": None} if args.output.suffix == ".svg" else None)
+    for path in args.output:
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from zerobubble.validate import validate
 if TYPE_CHECKING:
     from zerobubble.optim import PostValidatedOptimizer as PostValidatedOptimizer
     from zerobubble.optim import SynchronousOptimizer as SynchronousOptimizer
+    from zerobubble.optim import shard_optimizer as shard_optimizer
     from zerobubble.runtime import Auto as Auto
     from zerobubble.runtime import Pipeline as Pipeline
     from zerobubble.runtime import Shared as Shared
@@ -44,7 +45,7 @@ __version__ = "0.1.0"
 
 _NEED_TORCH = {
     **dict.fromkeys(("Auto", "Pipeline", "Shared", "add_loss", "unsplit"), "zerobubble.runtime"),
-    **dict.fromkeys(("PostValidatedOptimizer", "SynchronousOptimizer"), "zerobubble.optim"),
+    **dict.fromkeys(("PostValidatedOptimizer", "SynchronousOptimizer", "shard_optimizer"), "zerobubble.optim"),
 }
 
 

@@ -15,8 +15,8 @@ on every rank, so that all of them have ended the step before: to wait there for
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 from zerobubble.costs import Costs
@@ -84,7 +84,19 @@ class Validate:
     stale: tuple[Message, ...] = ()
 
 
-Instruction: TypeAlias = "Receive | Run | Send | Validate"
+@dataclass(frozen=True)
+class Finish:
+    """Run `ops`, the last of their stage (a run of W, or one BW), after waiting for the messages in `awaits`.
+
+    The weights' part goes parameter by parameter, over the microbatches of all `ops` in their order. So gradients get
+    done one after the other, and each is reduced over the replicas while those after it are still computed.
+    """
+
+    ops: tuple[Op, ...]
+    awaits: tuple[Message, ...] = ()
+
+
+Instruction: TypeAlias = "Finish | Receive | Run | Send | Validate"
 
 
 @dataclass(frozen=True)
@@ -107,8 +119,13 @@ class Program:
 def _line(instruction: Instruction) -> str:
     if isinstance(instruction, Validate):
         return "validate"
-    about = instruction.op if isinstance(instruction, Run) else instruction.message
-    return f"{type(instruction).__name__.lower():8}{about}"
+    return f"{type(instruction).__name__.lower():8}{_object(instruction)}"
+
+
+def _object(instruction: Finish | Receive | Run | Send) -> Op | Message | str:
+    if isinstance(instruction, Run):
+        return instruction.op
+    return " ".join(map(str, instruction.ops)) if isinstance(instruction, Finish) else instruction.message
 
 
 def lower(schedule: Schedule, forward_only: bool = False) -> tuple[Program, ...]:
@@ -212,3 +229,41 @@ def _validate(awaits: Awaits, receives: dict[int, list[Message]], warm_up: int, 
     received = set(chain.from_iterable(awaits[:warm_up]))
     posted = chain.from_iterable(receives[position] for position in sorted(receives))
     return Validate(tuple(m for m in posted if m.producer in early and m not in received))
+
+
+# -------------------------------------------------------------------------------------------- gradients over replicas
+
+
+def tails_by_stage(schedule: Schedule) -> Schedule:
+    """The same schedule with the W after each rank's last other op sorted by stage, so that one stage is done first.
+
+    Nothing waits for a W, so the times of all other ops and the peak memory stay as they are.
+    """
+    return replace(schedule, orders=tuple(map(_tail_by_stage, schedule.orders)))
+
+
+def _tail_by_stage(order: Sequence[Op]) -> tuple[Op, ...]:
+    begin = max((i + 1 for i, op in enumerate(order) if op.kind is not Kind.W), default=0)
+    stages = list(dict.fromkeys(op.stage for op in order[begin:]))
+    return (*order[:begin], *sorted(order[begin:], key=lambda op: stages.index(op.stage)))
+
+
+def finishing(program: Program) -> Program:
+    """The same program with the last ops of each stage as one `Finish`: its last BW, or the W that stand together."""
+    last = {i.op.stage: i for i in program.instructions if isinstance(i, Run)}
+    instructions: list[Instruction] = []
+    for _, group in groupby(program.instructions, _stage_of_w):
+        runs = [*group]
+        end = runs[-1]
+        if isinstance(end, Run) and end is last[end.op.stage]:
+            instructions.append(Finish(tuple(i.op for i in runs if isinstance(i, Run)), end.awaits))
+        else:
+            instructions += runs
+    return replace(program, instructions=tuple(instructions))
+
+
+def _stage_of_w(instruction: Instruction) -> object:
+    """The same for W of one stage, different for anything else."""
+    if isinstance(instruction, Run) and instruction.op.kind is Kind.W:
+        return instruction.op.stage
+    return instruction

@@ -11,7 +11,8 @@ from zerobubble import planner
 from zerobubble.cli.output import console, print_json
 from zerobubble.cli.plan_request import Request, progress
 from zerobubble.errors import OptionError
-from zerobubble.planner.partition import best_partitions, make_placement, stage_costs_for
+from zerobubble.planner.partition import best_partitions, stage_costs_for
+from zerobubble.planner.placements import make_placement
 from zerobubble.planner.sweep import STYLES, Sweep, sweep
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _REMEMBERED = 16
 """Steps whose verdicts decide whether to step ahead."""
 _WAIT_FROM, _RESUME_BELOW = 5, 3
-"""So many of them not plain: wait from the one, step ahead again below the other. An amended step loses about twice
-what a right one gains (benchmarks/post_validation)."""
+"""So many of them not plain: wait from the one, step ahead again below the other. An amended step loses one to two
+times what a right one gains (benchmarks/post_validation)."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -48,7 +50,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._full: FullState | None = None
         if self._scale is not None and not check_finite:
             raise OptionError("a loss scale is found by steps that are not finite: check_finite must stay on")
-        self._pipeline.validation.loss_scale = self._scale.get if self._scale else lambda: 1.0
+        self._pipeline.validation.loss_scale = partial(_scale_of, ref(self))
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -154,6 +156,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._optimizer.load_state_dict(state)
         if scaler is not None and self._scale is not None:
             self._scale.scaler.load_state_dict(scaler)
+
+
+def _scale_of(optimizer: ref[WrappedOptimizer]) -> float:
+    """By what losses are multiplied, as long as the optimizer is there that divides the gradients."""
+    alive = optimizer()
+    return 1.0 if alive is None or alive._scale is None else alive._scale.get()
 
 
 def refuse_closure(closure: Callable[[], float] | None) -> None:

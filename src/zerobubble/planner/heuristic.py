@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, TypeAlias
 
-from zerobubble.planner.problem import end_times
+from zerobubble.planner.problem import end_times, spans
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from zerobubble.planner.problem import Orders, Problem
 
 _NEVER = math.inf
@@ -149,6 +151,7 @@ class _Run:
         grow = [max(0.0, w - a) for w, a in zip(costs.weight_memory, costs.activation_memory)]
         self.room = [problem.allowed - max(grow[s] for s in on) for on in problem.stages]
         self.bearable = max(problem.work) * (1.0 + max(rule.allowance, 0.0))
+        self.granted = [0.0] * ranks
 
     def _tail(self, rank: int) -> list[float]:
         """Per stage of `rank`, the activation memory of it and the later ones."""
@@ -269,8 +272,8 @@ class _Run:
         if gap >= self.rule.fill * weight[s]:
             return s
         if self.rule.level and self.order[rank]:
-            total = self.problem.work[rank] + self.idle[rank] + gap
-            if total > self.bearable:
+            idle = self.idle[rank] + gap
+            if idle > self.granted[rank] and self.problem.work[rank] + idle > self.bearable:
                 return s
         return -1
 
@@ -322,12 +325,34 @@ class _Run:
                 heappush(self.events, (at, rank))
 
 
-def refill(problem: Problem, orders: Orders, rule: Rule) -> Orders | None:
+def refill(problem: Problem, orders: Orders, rule: Rule, granted: Sequence[float] | None = None) -> Orders | None:
     """`orders` with F and B kept as they stand on each rank, and every W put where `rule` finds a gap for it.
+
+    `granted` is idle time, per rank, up to which gaps are left open in any case.
 
     Returns None where F and B in this order do not fit into the memory limit.
     """
-    return _Refill(problem, rule, orders).orders()
+    run = _Refill(problem, rule, orders)
+    run.granted = list(granted) if granted else run.granted
+    return run.orders()
+
+
+def refills(problem: Problem, orders: Orders, fills: Sequence[float], passes: int) -> Iterator[Orders]:
+    """`orders` with W in other places: for each of `fills` (see `Rule`), in so many passes, what fits.
+
+    The first pass does not know yet which rank will be idlest. Each further one grants the others as much idle time as
+    they had less than it, so that they do not delay their neighbours with a W for nothing.
+    """
+    for fill in fills:
+        granted: list[float] | None = None
+        for _ in range(passes):
+            filled = refill(problem, orders, Rule(fill=fill), granted)
+            ends = filled and end_times(problem, filled)
+            if not filled or not ends:
+                break
+            yield filled
+            idle = [span - work for span, work in zip(spans(problem, filled, ends), problem.work)]
+            granted = [max(idle) - each for each in idle]
 
 
 class _Refill(_Run):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _MEMORY = 60
 """Moves after which a cost is forgotten."""
 
+_PATIENCE = 1000
+"""Moves without a gain after which, and after a quarter of all, the search ends."""
+
 
 def improve(
     problem: Problem, orders: Orders, *, moves: int, goal: float, seed: int = 0, stop: Callable[[], bool] = bool
@@ -37,9 +40,9 @@ def improve(
     walk = _Walk(problem, [list(order) for order in orders], Random(seed))
     best, best_cost = [list(order) for order in orders], walk.cost
     past = [walk.objective] * _MEMORY
-    tries = 0
+    tries = gained = 0
     for move in range(moves):
-        if best_cost <= goal or (move % 32 == 31 and stop()):
+        if best_cost <= goal or move - gained > max(_PATIENCE, moves // 4) or (move % 32 == 31 and stop()):
             break
         slot = move % _MEMORY
         change = None
@@ -51,7 +54,7 @@ def improve(
         walk.try_out(change, max(past[slot], walk.objective))
         past[slot] = walk.objective
         if walk.cost < best_cost:
-            best, best_cost = [list(order) for order in walk.orders], walk.cost
+            best, best_cost, gained = [list(order) for order in walk.orders], walk.cost, move
     return best, best_cost
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zerobubble.costs import PER_STAGE_KEYS
 from zerobubble.errors import CostsError, OptionError
+from zerobubble.planner.placements import make_placement
 from zerobubble.schedule import Placement
 
 if TYPE_CHECKING:
@@ -320,20 +321,3 @@ def _styles(placement: str, chunks: int | None) -> list[tuple[str, int | None]]:
         return [("linear", None)]
     loop: list[tuple[str, int | None]] = [("loop", chunks)]
     return [*loop, ("v", None)] if chunks == 2 else [*loop, ("wave", chunks)] if chunks % 2 == 0 else loop
-
-
-def make_placement(style: str, num_ranks: int, chunks: int | None = None) -> Placement:
-    """The placement of that name, with 2 chunks for a loop and 4 for a wave unless `chunks` says otherwise.
-
-    Raises:
-        OptionError: no placement has the name.
-    """
-    makers: dict[str, Callable[[], Placement]] = {
-        "linear": lambda: Placement.linear(num_ranks),
-        "v": lambda: Placement.v(num_ranks),
-        "loop": lambda: Placement.loop(num_ranks, chunks or 2),
-        "wave": lambda: Placement.wave(num_ranks, chunks or 4),
-    }
-    if style not in makers:
-        raise OptionError(f"no placement is called {style!r}; the names are {', '.join(makers)} and auto")
-    return makers[style]()

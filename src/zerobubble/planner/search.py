@@ -14,7 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from zerobubble.generators import GENERATORS
-from zerobubble.planner.heuristic import Rule, keys_of, list_schedule, one_at_a_time, refill
+from zerobubble.planner.heuristic import Rule, keys_of, list_schedule, one_at_a_time, refills
 from zerobubble.planner.improve import improve
 from zerobubble.planner.problem import cost, fits
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _LARGE = 20_000
 """Ops above which less is tried of everything."""
+
+_MOVED = ", W moved"
+
+_PATIENCE = 150
+"""Tries without a gain after which, and after a quarter of all, a search ends."""
 
 _FEW_MOVES = 60
 _FEW_TRIES = 8
@@ -83,6 +88,9 @@ def search(problem: Problem, effort: Effort, goal: float = 0.0, stop: Stop = boo
     if not (seeds and seeds[0].cost <= goal):
         seeds += _from_rules(problem, effort, goal, stop)
     seeds.sort(key=_by_cost)
+    if seeds[0].cost > goal:
+        seeds += [more for seed in _different(seeds, effort.starts) for more in _refilled(problem, seed)]
+        seeds.sort(key=_by_cost)
     seeds = [*_reurged(problem, seeds[0], effort, goal, stop), *seeds]
     best = seeds[0]
     for number, seed in enumerate(_different(seeds, effort.starts)):
@@ -114,7 +122,7 @@ def _handcrafted(problem: Problem) -> Iterator[Found]:
         if fit:
             yield Found(cost(problem, orders), orders, name)
         if fit or problem.num_ops < _LARGE:
-            yield from _refilled(problem, orders, name)
+            yield from _refilled(problem, Found(math.inf, orders, name))
     orders = one_at_a_time(problem)
     yield Found(cost(problem, orders), orders, "one_at_a_time")
 
@@ -138,12 +146,12 @@ def _guide(problem: Problem, name: str) -> Orders:
     return problem.encode(generator.make(placement.num_ranks, problem.num_microbatches, **extra))
 
 
-def _refilled(problem: Problem, orders: Orders, name: str) -> Iterator[Found]:
+def _refilled(problem: Problem, seed: Found) -> Iterator[Found]:
     """The same F and B, with W where it fits best for these times and this memory."""
-    for fill in (1.0, 0.8, 0.5, 0.01) if problem.num_ops < _LARGE else (1.0, 0.8):
-        filled = refill(problem, orders, Rule(fill=fill))
-        if filled is not None:
-            yield Found(cost(problem, filled), filled, f"{name}, W moved")
+    fills, passes = ((1.0, 0.8, 0.65, 0.5, 0.3, 0.01), 3) if problem.num_ops < _LARGE else ((1.0, 0.8), 2)
+    name = seed.name.removesuffix(_MOVED) + _MOVED
+    for filled in refills(problem, seed.orders, fills, passes):
+        yield Found(cost(problem, filled), filled, name)
 
 
 def _from_rules(problem: Problem, effort: Effort, goal: float, stop: Stop) -> list[Found]:
@@ -189,8 +197,9 @@ def _reurged(problem: Problem, found: Found, effort: Effort, goal: float, stop: 
     random = Random(tries + 1)
     keys = keys_of(problem, found.orders)
     better: list[Found] = []
+    gained = 0
     for number in range(tries):
-        if keys is None or found.cost <= goal or (number % 8 == 7 and stop()):
+        if keys is None or found.cost <= goal or number - gained > _patience(tries) or (number % 8 == 7 and stop()):
             break
         rule = Rule(
             turn=0.0,
@@ -205,9 +214,14 @@ def _reurged(problem: Problem, found: Found, effort: Effort, goal: float, stop: 
         reached = math.inf if orders is None else cost(problem, orders)
         if orders is not None and reached <= found.cost:
             if reached < found.cost:
+                gained = number
                 better.insert(0, Found(reached, orders, found.name))
             found, keys = Found(reached, orders, found.name), keys_of(problem, orders)
     return better
+
+
+def _patience(tries: int) -> int:
+    return max(_PATIENCE, tries // 4)
 
 
 def _shifted(keys: Keys, random: Random, m: int) -> Keys:
@@ -229,15 +243,18 @@ def _best_rules(problem: Problem, effort: Effort, goal: float, stop: Stop) -> li
     tryout = _Tryout(problem)
     grid = _grid(problem, random, tryout.bases)
     pool: list[tuple[float, int, Rule]] = []
+    gained = planned = min(len(grid), max(tries // 3, 8))
     for number in range(tries):
-        if (pool and pool[0][0] <= goal) or (number % 8 == 7 and stop()):
+        best = pool[0][0] if pool else math.inf
+        if best <= goal or number - gained > _patience(tries) or (number % 8 == 7 and stop()):
             break
-        if number < min(len(grid), max(tries // 3, 8)):
+        if number < planned:
             rule = grid[number]
         else:
             chosen = random.choice(pool)[2] if pool else Rule()
             rule = _changed(chosen, random, problem.placement.num_stages, tryout.bases)
         found = tryout.run(rule).cost
+        gained = number if found < best and number > planned else gained
         if found < math.inf and all(rule != other for _, _, other in pool):
             pool = sorted([*pool, (found, -number, rule)])[:8]
     return [rule for _, _, rule in pool]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from zerobubble.dependencies import needs, result
 from zerobubble.errors import PeerError
-from zerobubble.lower import Receive, Run, Validate
+from zerobubble.lower import Finish, Receive, Run, Validate
 from zerobubble.op import Kind, Op
 from zerobubble.runtime.clock import HOST_CLOCK, Clock
 from zerobubble.runtime.live_memory import LiveMemory
+from zerobubble.runtime.reducer import LastOps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from zerobubble.lower import Message, Program, Send
     from zerobubble.runtime.parcel import Parcel
     from zerobubble.runtime.reactive import Reactor
+    from zerobubble.runtime.reducer import Reducer
     from zerobubble.runtime.stage import Batch, Stage
     from zerobubble.runtime.transport import Transport
 
@@ -29,10 +31,18 @@ class _Task:
     """A `Run` with all that can be looked up before the step."""
 
     op: Op
-    stage: Stage
+    stage: Stage | LastOps
     awaits: tuple[Message, ...]
     source: Op | None  # the other stage's result that the op takes in
     makes: Op | None  # the result that another stage takes in
+
+
+@dataclass(slots=True)
+class _Group:
+    """A `Finish`: its last op's task, which does the work of all of its ops."""
+
+    task: _Task
+    size: int
 
 
 class Executor:
@@ -47,6 +57,7 @@ class Executor:
             starts again.
         clock: tells when ops start and end.
         reactor: if given, says before each op which W's run first; otherwise they run where the program has them.
+        reducer: reduces gradients over replicas, where the program has a `Finish`.
     """
 
     def __init__(
@@ -58,6 +69,7 @@ class Executor:
         validate: Callable[[Batch], bool] = lambda _: False,
         clock: Clock = HOST_CLOCK,
         reactor: Reactor | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         self.rank = program.rank
         self.discarded: list[tuple[list[Any], list[Any]]] = []
@@ -71,13 +83,19 @@ class Executor:
         self._validate = validate
         self._reactor = reactor
         self._ran: list[Op] = []
-        self._plan: list[_Task | Receive | Send | Validate] = [
-            self._task(i, stages, num_stages) if isinstance(i, Run) else i for i in program.instructions
-        ]
+        self._plan: list[_Task | _Group | Receive | Send | Validate] = []
+        for i in program.instructions:
+            if isinstance(i, Finish):
+                assert reducer is not None
+                op = i.ops[-1]
+                last = LastOps(stages[op.stage], i.ops, reducer)
+                self._plan.append(_Group(self._task(Run(op, i.awaits), {op.stage: last}, num_stages), len(i.ops)))
+            else:
+                self._plan.append(self._task(i, stages, num_stages) if isinstance(i, Run) else i)
         self._tasks = {item.op: item for item in self._plan if isinstance(item, _Task)}
 
     @staticmethod
-    def _task(run: Run, stages: Mapping[int, Stage], num_stages: int) -> _Task:
+    def _task(run: Run, stages: Mapping[int, Stage | LastOps], num_stages: int) -> _Task:
         op = run.op
         source = next((need for need in needs(op, num_stages) if need.stage != op.stage), None)
         feeds_another = op.stage + 1 < num_stages if op.kind is Kind.F else op.stage > 0 and op.kind is not Kind.W
@@ -108,6 +126,9 @@ class Executor:
             for item in self._plan:
                 if isinstance(item, _Task):
                     run_op(item, batch)
+                elif isinstance(item, _Group):
+                    self._run_op(item.task, batch)
+                    self._share_out(item.size)
                 elif isinstance(item, Receive):
                     transport.post(item.message)
                 elif not isinstance(item, Validate):
@@ -120,6 +141,7 @@ class Executor:
                 self._run_weights(None, batch)
                 self._sort_record()
         except BaseException as error:
+            item = item.task if isinstance(item, _Group) else item
             where = f"{item.op} of step {batch.step}" if isinstance(item, _Task) else f"step {batch.step}"
             if not isinstance(error, PeerError) and hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"This happened on rank {self.rank}, in {where}.")
@@ -183,8 +205,17 @@ class Executor:
             self.live_bytes.append(self._memory.bytes)
         transport.finished(op, batch.step)
 
+    def _share_out(self, size: int) -> None:
+        """Record what the last op took, for all `size` ops that ran as one, as that many equal parts."""
+        start, end = self.starts.pop(), self.ends.pop()
+        cuts = [start + (end - start) * i // size for i in range(size + 1)]
+        self.starts += cuts[:-1]
+        self.ends += cuts[1:]
+        if self._memory is not None:
+            self.live_bytes += self.live_bytes[-1:] * (size - 1)
 
-def _compute(stage: Stage, op: Op, batch: Batch, parcel: Parcel | None) -> Parcel | None:
+
+def _compute(stage: Stage | LastOps, op: Op, batch: Batch, parcel: Parcel | None) -> Parcel | None:
     kind, microbatch = op.kind, op.microbatch
     if kind is Kind.F:
         return stage.forward(batch, microbatch, parcel)

@@ -36,6 +36,11 @@ def link_groups(
     return groups
 
 
+def gradient_group(members: Sequence[int], device: torch.device, timeout: float) -> dist.ProcessGroup:
+    """The group over which the processes `members` reduce gradients; on NCCL with a stream of its own. Collective."""
+    return _group(members, timeout, "nccl" if device.type == "cuda" else "gloo")
+
+
 def group_ranks(group: dist.ProcessGroup, members: Sequence[int]) -> dict[int, int]:
     """The number in `group` of every one of `members`, by its place there, as far as it belongs to the group."""
     inside = dist.get_process_group_ranks(group)

@@ -40,7 +40,7 @@ def _refuse_data_parallel(number: int, layer: nn.Module) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel) or type(module).__name__.startswith("FSDP"):
             raise OptionError(
                 f"layers[{number}] holds a {type(module).__name__}: it reduces gradients in hooks of the ordinary "
-                "backward, which miss what waits for W; give the plain module (data parallelism is not supported yet)"
+                "backward, which miss what waits for W; give the plain module, and Pipeline a mesh with replicas"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from hashlib import sha256
 from itertools import chain
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobubble.errors import OptionError, PipelineError, ZeroBubbleError
-from zerobubble.lower import lower
+from zerobubble.lower import finishing, lower, tails_by_stage
 from zerobubble.runtime.auto import auto_of, choose, free_bytes
 from zerobubble.runtime.batch import samples, split
 from zerobubble.runtime.clock import clock_for, offsets
@@ -29,8 +30,10 @@ from zerobubble.runtime.layout import (
     used_by_several,
 )
 from zerobubble.runtime.profile import MemoryTrace, measured_profile, timeline_of
-from zerobubble.runtime.randomness import own_randomness
+from zerobubble.runtime.randomness import own_randomness, seed_for
 from zerobubble.runtime.reactive import Reactor
+from zerobubble.runtime.reducer import Reducer, Reduction, on_axis
+from zerobubble.runtime.replicas import Replicas, place_in
 from zerobubble.runtime.split_report import SplitReport
 from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.validation import Validation
@@ -40,6 +43,8 @@ from zerobubble.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from zerobubble.costs import Costs
     from zerobubble.lower import Program
     from zerobubble.planner import Plan
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from zerobubble.runtime.late import LateValue
     from zerobubble.runtime.layout import Layer
     from zerobubble.runtime.profile import Profile
+    from zerobubble.runtime.reducer import Reduced
     from zerobubble.runtime.split_report import ParameterSplit
     from zerobubble.runtime.stage import LossFunction
     from zerobubble.runtime.transport import Transport
@@ -81,6 +87,10 @@ class Pipeline:
             (seed, step, microbatch, layer) only.
         device: where the stages live; by default the current CUDA device under NCCL, else the CPU.
         group: the processes of this pipeline, one per rank, in order; by default all. Others need not make the call.
+        mesh: instead of `group`, a `DeviceMesh` of the pipeline's ranks, or of (replicas, ranks of the pipeline). Each
+            replica is given its own part of every batch. They start with the weights and buffers of replica 0, draw
+            different dropout, and average their gradients within `step` (see docs/replicas.md).
+        bucket_cap_mb: gradients travel between replicas in buckets of about this many MiB.
         timeout: seconds after which a wait for another rank is given up with an error.
         dynamic_shapes: whether tensors between stages may change shape from step to step (costs a header per message).
         num_microbatches: with `schedule="auto"`.
@@ -93,13 +103,14 @@ class Pipeline:
     Attributes:
         module: the layers that live here, as `nn.ModuleDict` keyed by their number in the model.
         step_count: training steps taken; set it when you resume a run.
-        schedule: the schedule; `use` and `replan` change it.
+        schedule: the schedule; `use` and `replan` change it. With replicas, the W at a rank's end are sorted by stage.
         plan: what the last planning found, and why (`plan.notes[0]`); None before any.
         validation: where optimizers that step ahead report.
+        replicas: what this process exchanges with its counterparts in other replicas; None where there are none.
 
     Raises:
         ScheduleError: the schedule cannot run.
-        OptionError: partition or number of processes do not fit.
+        OptionError: partition, mesh or number of processes do not fit.
     """
 
     def __init__(
@@ -112,6 +123,8 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        bucket_cap_mb: float = 25.0,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
         num_microbatches: int | None = None,
@@ -121,12 +134,20 @@ class Pipeline:
     ) -> None:
         self._auto = auto_of(schedule, num_microbatches, memory_limit)
         if self._auto is not None:
-            schedule = self._auto.safe_schedule(_num_ranks(self._auto, group))
+            schedule = self._auto.safe_schedule(_num_ranks(self._auto, group, mesh))
         if not isinstance(schedule, Schedule):
             raise OptionError(
                 f"schedule must be a Schedule, such as zerobubble.zb_h1(num_ranks=2, ...); got {schedule!r}"
             )
-        programs = lower(schedule)
+        if mesh is not None and group is not None:
+            raise OptionError(
+                "give either mesh or group: the mesh's last dimension is the group of the pipeline's ranks"
+            )
+        place = None if mesh is None else place_in(mesh, schedule.num_ranks)
+        has_replicas = place is not None and len(place.pipelines) > 1
+        schedule, programs = _lowered(schedule, has_replicas)
+        if has_replicas and reactive is not None:
+            raise OptionError("reactive W goes with a single pipeline; leave out either reactive or the replicas")
         layers = checked_layers(layers)
         bounds = stage_bounds(len(layers), schedule, partition)
         self.schedule = schedule
@@ -135,13 +156,15 @@ class Pipeline:
         self._device = torch.device(device) if device is not None else _default_device()
         self._wrap_transport = wrap_transport
         self._reactive = reactive
-        self._world = _world(schedule.num_ranks, self._device, timeout, group)
+        self._world = _world(schedule.num_ranks, self._device, timeout, place.group if place else group)
         if dist.is_initialized():
             refuse_ties_between_ranks(layers, bounds, schedule)
         self.module = nn.ModuleDict()
-        self._stages = self._build_stages(layers, bounds, loss_fn, seed)
+        own_seed = seed_for(seed, place.replica) if place and place.replica else seed
+        self._stages = self._build_stages(layers, bounds, loss_fn, seed, own_seed)
+        tied = used_by_several(self._stages.values())
         for stage in self._stages.values():
-            stage.share(used_by_several(self._stages.values()))
+            stage.share(tied)
         told = self._world.gather(
             {rank: (self._own_keywords(), self._num_parameters(rank)) for rank in self._world.ranks}
         )
@@ -149,10 +172,19 @@ class Pipeline:
         self.validation = Validation(self.module, self._stages.values(), self._world, [size for _, size in told])
         self._clock = clock_for(self._device)
         self._dynamic_shapes = dynamic_shapes
+        self.replicas: Replicas | None = None
+        self._reducer: Reducer | None = None
+        self._synchronises = True
+        if place and has_replicas:
+            assert isinstance(self._world, DistributedWorld)
+            self.replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
+            self.replicas.start_equal(self.module)
+            self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, [p for p in self.parameters() if p in tied])
         self._executors = self._make_executors(programs, dynamic_shapes, reactive)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._broken: str | None = None
         self._recorded: deque[dict[int, tuple[list[Any], list[Any]]]] = deque(maxlen=_RECORDED_STEPS)
+        self._reduced: deque[list[Reduced]] = deque(maxlen=_RECORDED_STEPS)
         self._taken = 0
         self._memory: MemoryTrace | None = None
         _alive.add(self)
@@ -175,8 +207,12 @@ class Pipeline:
                 By default it is the mean over microbatches, weighted by their samples.
             **keywords: go, cut likewise, to every layer whose `forward` names them (masks, positions, ...).
 
+        With replicas the gradients are averaged over them: exactly what is in `.grad` at the end of the step, also
+        what was there before. A `token_count` is then that of all replicas together.
+
         Returns:
-            The loss of the batch, on every rank, on its way: `float(loss)` waits for it.
+            The loss of the batch, on every rank, on its way: `float(loss)` waits for it. With replicas it is that of
+            the own one; their mean is the loss of the whole batch.
 
         Raises:
             OptionError: the batch cannot be cut, or no layer takes a keyword.
@@ -187,18 +223,32 @@ class Pipeline:
         if self._auto is not None and self._taken == self._auto.steps:
             auto, self._auto = self._auto, None
             self.replan(auto.memory_limit, steps=auto.profile_steps, effort=auto.effort)
+        if token_count is not None and self.replicas:
+            token_count /= self.replicas.count  # gradients are averaged, so each replica counts for as many as they are
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
         self.validation.begin()
         measures_memory = self._auto is not None and self._auto.measures_memory(self._taken)
-        loss = self._run(
-            {r: e.run_measuring_memory if measures_memory else e.run for r, e in self._executors.items()}, batch
-        )
+        runs = {r: e.run_measuring_memory if measures_memory else e.run for r, e in self._executors.items()}
+        loss = self._run(runs, batch, self._reducer if self._synchronises else None)
         self.step_count += 1
         self._taken += 1
         self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
+        self._reduced.append(self._reducer.recorded if self._reducer and self._synchronises else [])
         if measures_memory:
             self._memory = self._gathered_memory()
         return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context: steps inside add to this replica's gradients only; the next one outside averages the sums.
+
+        Every replica must do the same. Without replicas it changes nothing.
+        """
+        before, self._synchronises = self._synchronises, False
+        try:
+            yield
+        finally:
+            self._synchronises = before
 
     def evaluate(
         self, inputs: Any = None, targets: Any = None, *, token_count: float | None = None, **keywords: Any
@@ -242,26 +292,28 @@ class Pipeline:
         weights = [1 / token_count] * count if token_count else [size / sum(sizes) for size in sizes]
         return Batch(step, input_parts, target_parts, keyword_parts, weights)
 
-    def _run(self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch) -> LateValue:
-        """Run the ranks that live here. Returns the loss."""
+    def _run(
+        self, runs: Mapping[int, Callable[[Batch], None]], batch: Batch, reducer: Reducer | None = None
+    ) -> LateValue:
+        """Run the ranks that live here; with `reducer`, average the gradients. Returns the loss."""
         if self._broken:
             raise PipelineError(
                 f"an earlier step failed ({self._broken}), so the ranks are no longer in step; start them again"
             )
         loss, give_loss = self._world.number_from(self.schedule.placement.ranks[-1])
         try:
-            with own_randomness(self._device):
+            with own_randomness(self._device), reducer.reducing() if reducer else nullcontext():
                 self._world.run({rank: partial(run, batch) for rank, run in runs.items()})
+                for stage in self._stages.values():
+                    stage.add_shared_gradients()
+                if batch.losses:
+                    give_loss(batch.total_loss())
         except BaseException as error:
             for stage in self._stages.values():
                 stage.clear()
             if not self._world.survives:
                 self._broken = f"{type(error).__name__}: {error}"
             raise
-        for stage in self._stages.values():
-            stage.add_shared_gradients()
-        if batch.losses:
-            give_loss(batch.total_loss())
         return loss
 
     # ------------------------------------------------------------------------------------------------ model
@@ -406,7 +458,7 @@ class Pipeline:
             ScheduleError: it cannot run.
             OptionError: its placement is another one, or the ranks give different schedules.
         """
-        programs = lower(schedule)
+        schedule, programs = _lowered(schedule, self.replicas is not None)
         if schedule.placement != self.schedule.placement:
             raise OptionError(
                 f"the stages lie on ranks {list(self.schedule.placement.ranks)} and cannot move; the new schedule "
@@ -420,19 +472,31 @@ class Pipeline:
         self._executors = self._make_executors(programs, self._dynamic_shapes, self._reactive)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._recorded.clear()
+        self._reduced.clear()
 
     def _on_first_rank(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives on rank 0, on every rank; an error of ours is raised on all of them."""
+        """What `compute` gives on rank 0 (of replica 0), everywhere; an error of ours is raised everywhere, too."""
         own: Any = None
-        if 0 in self._world.ranks:
+        if 0 in self._world.ranks and (self.replicas is None or self.replicas.index == 0):
             try:
                 own = compute()
             except ZeroBubbleError as error:
                 own = error
         found: Any = self._world.gather({rank: own if rank == 0 else None for rank in self._world.ranks})[0]
+        if self.replicas is not None:
+            found = self.replicas.gather(found)[0]
         if isinstance(found, ZeroBubbleError):
             raise found
         return found  # type: ignore[no-any-return]
+
+    def reductions(self, last: int = 1) -> list[list[Reduction]]:
+        """What was averaged over the replicas in the last steps, on the axis of their `timelines`. Collective.
+
+        Empty for steps under `no_sync`, and where there are no replicas.
+        """
+        steps = list(zip(self._recorded, self._reduced, strict=True))[-last:]
+        own = {rank: [(times[rank][0][0], buckets) for times, buckets in steps] for rank in self._world.ranks}
+        return [on_axis(rows) for rows in zip(*self._world.gather(own), strict=True)]
 
     def split_report(self) -> SplitReport:
         """Which parameters' gradients wait for W, per stage, and why others do not. Collective; after a training step.
@@ -474,6 +538,7 @@ class Pipeline:
         bounds: Sequence[range],
         loss_fn: LossFunction,
         seed: int,
+        own_seed: int,
     ) -> dict[int, Stage]:
         stages: dict[int, Stage] = {}
         for index, (numbers, rank) in enumerate(zip(bounds, self.schedule.placement.ranks, strict=True)):
@@ -482,7 +547,7 @@ class Pipeline:
             own = [(number, build_layer(layers[number], number, seed, self._device)) for number in numbers]
             self.module.update({str(number): layer for number, layer in own})
             is_last = index + 1 == self.schedule.num_stages
-            stages[index] = Stage(index, own, seed, self._device, loss_fn if is_last else None)
+            stages[index] = Stage(index, own, own_seed, self._device, loss_fn if is_last else None)
         return stages
 
     def _make_executors(
@@ -502,6 +567,7 @@ class Pipeline:
                 self.validation.check,
                 self._clock,
                 Reactor(rank, self.schedule, reactive) if reactive is not None else None,
+                self._reducer,
             )
         return executors
 
@@ -536,7 +602,18 @@ def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     return None if None in listed else frozenset().union(*(part for part in listed if part is not None))
 
 
-def _num_ranks(auto: Auto, group: dist.ProcessGroup | None) -> int:
+def _lowered(schedule: Schedule, has_replicas: bool) -> tuple[Schedule, tuple[Program, ...]]:
+    """The schedule as it will run, and its programs."""
+    programs = lower(schedule)
+    if not has_replicas:
+        return schedule, programs
+    schedule = tails_by_stage(schedule)
+    return schedule, tuple(map(finishing, lower(schedule)))
+
+
+def _num_ranks(auto: Auto, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> int:
+    if mesh is not None:
+        return mesh.size(mesh.ndim - 1)
     if dist.is_initialized():
         return dist.get_world_size(group)
     if auto.num_ranks is None:

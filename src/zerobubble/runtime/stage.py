@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -180,6 +181,21 @@ class Stage:
         contexts.enter_context(self._own_gradients())
         contexts.enter_context(torch.autocast(self._device.type, enabled=False))
         return contexts
+
+    def backward_last_weights(self, microbatches: Sequence[int], done: Callable[[nn.Parameter], None]) -> None:
+        """The last W of a step, of these microbatches: parameter by parameter, the last layer's first.
+
+        The sums are bit for bit those of one W after the other. Calls `done` with each parameter of the stage as soon
+        as the stage has all of its gradient (which may be none).
+        """
+        with self._of_a_backward():
+            parts = [self._stores.pop(microbatch).by_parameter() for microbatch in microbatches]
+            for parameter in reversed(list(self.parameters())):
+                for part in parts:
+                    part.pop(parameter, WeightStore()).run()
+                done(parameter)
+            for store in chain.from_iterable(part.values() for part in parts):  # parameters of none of the layers
+                store.run()
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:

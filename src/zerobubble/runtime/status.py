@@ -20,6 +20,32 @@ _PATIENCE_SECONDS = 2.0
 _FAILED = "failed"
 
 
+def board_name(number: int, first: int) -> str:
+    """The name of the board of a pipeline: the how-manieth of its processes it is, and the global rank of its first."""
+    return f"pipeline {number} of {first}"
+
+
+class Notices:
+    """What stands on the board of this name, to read."""
+
+    def __init__(self, name: str) -> None:
+        self.store = PrefixStore(f"zerobubble/{name}", dist.distributed_c10d._get_default_store())
+
+    def failure(self) -> str | None:
+        """Why the first rank that failed did, if one said so."""
+        return self._get(_FAILED)
+
+    def read(self, rank: int) -> str:
+        """What `rank` finished last, as far as it said."""
+        return self._get(_finished_key(rank)) or "nothing that it told of"
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self.store.get(key).decode() if self.store.check([key]) else None
+        except RuntimeError:
+            return None
+
+
 class StatusBoard:
     """One rank's view of the board, which lies in the store of `torch.distributed`.
 
@@ -29,7 +55,8 @@ class StatusBoard:
 
     def __init__(self, rank: int, name: str) -> None:
         self._rank = rank
-        self._store = PrefixStore(f"zerobubble/{name}", dist.distributed_c10d._get_default_store())
+        self._notices = Notices(name)
+        self._store = self._notices.store
         self._last = _Last(rank)
         stop = Event()
         thread = Thread(target=_publish, args=(self._store, self._last, stop), name="zerobubble-status", daemon=True)
@@ -49,17 +76,11 @@ class StatusBoard:
 
     def failure(self) -> str | None:
         """Why the first rank that failed did, if one said so."""
-        return self._get(_FAILED)
+        return self._notices.failure()
 
     def read(self, rank: int) -> str:
         """What `rank` finished last, as far as it said."""
-        return self._get(_finished_key(rank)) or "nothing that it told of"
-
-    def _get(self, key: str) -> str | None:
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:
-            return None
+        return self._notices.read(rank)
 
 
 class _Last:

@@ -93,6 +93,14 @@ class WeightStore:
             assert whole is not None
             _add_through_hooks(parameter, whole.to(parameter.dtype))
 
+    def by_parameter(self) -> dict[Tensor, WeightStore]:
+        """What was left for each parameter, as a store of its own; this one lets go of it."""
+        parts: dict[Tensor, WeightStore] = {}
+        for entry in self._entries:
+            parts.setdefault(entry[0], WeightStore())._entries.append(entry)
+        self._entries.clear()
+        return parts
+
     def tensors(self) -> list[Tensor]:
         """What the store keeps alive (for measuring M_W)."""
         return [value for *_, operands in self._entries for value in operands if isinstance(value, Tensor)]

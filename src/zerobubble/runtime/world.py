@@ -19,7 +19,7 @@ from zerobubble.runtime.control import ControlChannel, Tag
 from zerobubble.runtime.groups import control_group, group_ranks, link_groups
 from zerobubble.runtime.late import LateValue
 from zerobubble.runtime.process_group import ProcessGroupTransport
-from zerobubble.runtime.status import StatusBoard
+from zerobubble.runtime.status import StatusBoard, board_name
 from zerobubble.runtime.transport import LocalHub, LocalTransport, Transport
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ class DistributedWorld:
         control = control_group(self._members, timeout)
         peers = group_ranks(control, self._members)
         self._control = ControlChannel([peers[rank] for rank in range(num_ranks)], self._rank, control, timeout)
-        self._status = StatusBoard(self._rank, f"pipeline {next(_pipelines)} of {self._members[0]}")
+        self.number = next(_pipelines)
+        self.status = StatusBoard(self._rank, board_name(self.number, self._members[0]))
         self._links: Links = {}
 
     def transport(self, rank: int, links: Collection[Link], dynamic_shapes: bool, watches: bool) -> Transport:
@@ -152,7 +153,7 @@ class DistributedWorld:
         if new:
             self._links.update(link_groups(new, self._members, self._device, self._timeout))
         return ProcessGroupTransport(
-            rank, self._links, self._members, self._device, self._timeout, self._status, dynamic_shapes, watches
+            rank, self._links, self._members, self._device, self._timeout, self.status, dynamic_shapes, watches
         )
 
     def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
@@ -209,5 +210,5 @@ class DistributedWorld:
         except RuntimeError as error:
             late = monotonic() - begin >= self._timeout
             trouble = f"not there after {self._timeout:g} s" if late else "a connection was closed"
-            cause = self._status.failure() or str(error)
+            cause = self.status.failure() or str(error)
             raise PeerError(f"rank {self._rank} waited for {what}: {trouble}. Cause: {cause}.") from None
