@@ -11,11 +11,16 @@ import torch
 from zerobubble.costs import Costs
 from zerobubble.errors import OptionError, PipelineError
 from zerobubble.generators import GENERATORS
+from zerobubble.jitter import simulate_jitter
 from zerobubble.planner import placements_for, plan
 from zerobubble.planner.advice import advice, handcrafted
+from zerobubble.planner.rivals import rivals
+from zerobubble.runtime.profile import listed
 from zerobubble.simulate import simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from zerobubble.planner import Plan
     from zerobubble.runtime.profile import Profile
     from zerobubble.schedule import Placement, Schedule
@@ -28,6 +33,9 @@ _WORTH = 0.002
 _SHARE_OF_FREE = 0.9
 """Of a GPU's free memory that activations may take: the rest is for what fragments."""
 _ROUNDING = 1e-9
+_LARGE = 5_000
+"""Ops above which it takes too long to try schedules under jitter."""
+_SAMPLES = 50
 _MIB = 2**20
 _SAFE = ("one_f_one_b", "interleaved", "zb_v")
 
@@ -118,7 +126,8 @@ def auto_of(schedule: Any, num_microbatches: int | None, memory_limit: float | N
 def choose(profile: Profile, current: Schedule, memory_limit: float | None, effort: str = "default") -> Plan:
     """The best schedule found with the placement and microbatches of `current`; its first note says why.
 
-    That may be `current` itself or a handcrafted one. Without a limit it may use as much memory as `current`.
+    That may be `current` itself or a handcrafted one: what is cheapest when times vary as they were measured to.
+    Without a limit it may use as much memory as `current`.
 
     Raises:
         OptionError: no schedule can run within the memory limit.
@@ -129,17 +138,38 @@ def choose(profile: Profile, current: Schedule, memory_limit: float | None, effo
     before = simulate(current, costs)
     limit = max(before.peak_memory) if memory_limit is None else memory_limit
     sizes = current.num_ranks, current.num_microbatches
-    found = plan(costs, *sizes, memory_limit=limit, placement=placement, effort=effort, time_limit=_SECONDS)
+
+    def planned(costs: Costs, effort: str) -> Plan:
+        return plan(costs, *sizes, memory_limit=limit, placement=placement, effort=effort, time_limit=_SECONDS)
+
+    found = planned(costs, effort)
+    candidates = [found.schedule, *rivals(found.schedule, costs, limit, profile.jitter, partial(_quickly, planned))]
+    best = _steadiest(candidates, current if max(before.peak_memory) <= limit * (1 + _ROUNDING) else None, profile)
+    if best is not found.schedule:
+        timeline = simulate(best, costs)
+        gap = max(timeline.cost - found.lower_bound, 0.0) / timeline.cost if timeline.cost else 0.0
+        found = replace(found, schedule=best, timeline=timeline, gap=gap)
     rows = handcrafted(partial(_in_mib, costs, placement), *sizes, limit / _MIB)
-    best = min([found.timeline, *(row.timeline for row in rows if row.fits)], key=lambda timeline: timeline.cost)
-    if max(before.peak_memory) <= limit * (1 + _ROUNDING) and before.cost <= best.cost * (1 + _WORTH):
-        best = before
-    if best is not found.timeline:
-        best = simulate(best.schedule, costs)
-        gap = max(best.cost - found.lower_bound, 0.0) / best.cost if best.cost else 0.0
-        found = replace(found, schedule=best.schedule, timeline=best, gap=gap)
-    sentence = advice(best, found.lower_bound, rows, limit / _MIB, tried="this placement")
-    return replace(found, notes=(f"{_said(best, before, limit)} {sentence}", *found.notes))
+    sentence = advice(found.timeline, found.lower_bound, rows, limit / _MIB, tried="this placement")
+    return replace(found, notes=(f"{_said(found.timeline, before, limit, profile.jitter)} {sentence}", *found.notes))
+
+
+def _quickly(planned: Callable[[Costs, str], Plan], costs: Costs) -> Schedule | None:
+    """A quick plan, for schedules small enough to be tried under jitter."""
+    found = planned(costs, "quick").schedule
+    return None if found.num_ops > _LARGE else found
+
+
+def _steadiest(candidates: Sequence[Schedule], current: Schedule | None, profile: Profile) -> Schedule:
+    """The cheapest under times that vary as measured: `current`, where it may stay, unless another saves something."""
+
+    def cost(schedule: Schedule) -> float:
+        if schedule.num_ops > _LARGE or not profile.jitter:
+            return simulate(schedule, profile.costs).cost
+        return simulate_jitter(schedule, profile.costs, profile.jitter, _SAMPLES).mean
+
+    best = min(candidates, key=cost)
+    return best if current is None or cost(best) < cost(current) * (1 - _WORTH) else current
 
 
 def _in_mib(costs: Costs, placement: Placement, other: Placement) -> Costs:
@@ -147,18 +177,18 @@ def _in_mib(costs: Costs, placement: Placement, other: Placement) -> Costs:
     if other != placement:
         raise OptionError("the stages cannot move")
     kept, left = (
-        tuple(size / _MIB for size in _listed(sizes)) for sizes in (costs.activation_memory, costs.weight_memory)
+        tuple(size / _MIB for size in listed(sizes)) for sizes in (costs.activation_memory, costs.weight_memory)
     )
     return replace(costs, activation_memory=kept, weight_memory=left)
 
 
-def _said(best: Timeline, before: Timeline, limit: float) -> str:
+def _said(best: Timeline, before: Timeline, limit: float, jitter: float) -> str:
     """What was chosen, in words."""
     verb = "staying with" if best.schedule == before.schedule else "going on with"
     return (
         f"{verb} {best.schedule.name}: simulated, a step takes {best.cost:.4g} {best.unit} (bubble "
         f"{best.bubble_rate:.1%}), that of {before.schedule.name} so far {before.cost:.4g} {before.unit} (bubble "
-        f"{before.bubble_rate:.1%}), within {limit / _MIB:.4g} MiB of activations per rank."
+        f"{before.bubble_rate:.1%}), within {limit / _MIB:.4g} MiB of activations per rank; times vary by {jitter:.1%}."
     )
 
 
@@ -168,12 +198,8 @@ def _refuse_incomplete(profile: Profile) -> None:
             "cannot plan: the schedule runs B and W as one op, so their times are not known; "
             "take some steps with `pipeline.use(pipeline.schedule.divided())`, then plan"
         )
-    if not any(_listed(profile.costs.activation_memory)):
+    if not any(listed(profile.costs.activation_memory)):
         raise PipelineError("cannot plan: memory was not measured; call pipeline.measure_memory with a batch first")
-
-
-def _listed(value: Any) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def free_bytes(device: torch.device) -> float | None:

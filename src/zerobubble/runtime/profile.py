@@ -15,8 +15,11 @@ from zerobubble.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zerobubble.costs import PerStage
     from zerobubble.schedule import Schedule
 
+_QUARTILES = 1.349
+"""The distance between the quartiles of a normal distribution, in standard deviations."""
 _ENOUGH = 3
 """Latencies of one direction of a hop whose median does not hang on a single one, say of a process that was held up."""
 _IDLE = 0.5
@@ -79,6 +82,20 @@ class Profile:
     steps: int
     divided: bool
 
+    @property
+    def jitter(self) -> float:
+        """How much the times of ops vary: their standard deviation, as the quartiles say it, as a share of the median.
+
+        The median over F, B and W of all stages.
+        """
+        shares = [
+            spread / _QUARTILES / time
+            for key in ("forward", "backward_input", "backward_weight")
+            for spread, time in zip(self.spread.get(key, ()), listed(getattr(self.costs, key)))
+            if time
+        ]
+        return median(shares or [0.0])
+
     def to_json(self) -> str:
         """The costs file."""
         return self.costs.to_json()
@@ -134,6 +151,11 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     first, _, third = quantiles(values, method="inclusive")
     return third - first
+
+
+def listed(value: PerStage) -> tuple[float, ...]:
+    """The numbers of a key of costs as a tuple: of one number, that alone."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 class _Samples:

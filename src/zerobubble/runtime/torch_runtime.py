@@ -128,6 +128,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _await(grad, ctx.stage.latency_after)  # undivided, autograd may come here before the input's gradient
         ctx.stage.take(Kind.W, ctx.stage.times.backward_weight)
         return grad.new_zeros(1), None
 
