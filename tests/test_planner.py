@@ -134,12 +134,24 @@ def test_table_5_cells(row, column, times_p):
 
 def test_auto_compares_placements_of_the_same_model():
     """Single numbers are those of one rank: a V has half of them per stage, and the same work."""
-    found = plan(profiled_costs("6.2B/p8/m24"), 8, 24, memory_limit=12, effort="quick")
-    assert found.schedule.num_stages > 8
-    assert found.timeline.work == pytest.approx(24 * (29.718 + 29.444 + 19.927))
-    assert found.timeline.bubble_rate <= 0.003
+    given_costs = Costs(3, 4, 2, communication=0.1, weight_memory=0.5)
+    found = plan(given_costs, 3, 8, memory_limit=4, effort="quick")
+    assert found.schedule.num_stages > 3
+    assert found.timeline.work == pytest.approx(8 * (3 + 4 + 2))
     assert simulate(found.schedule, found.costs).cost == found.timeline.cost
-    assert max(found.timeline.peak_memory) <= 12 + 1e-9
+    linear = plan(given_costs, 3, 8, memory_limit=4, placement="linear", effort="quick")
+    assert found.timeline.cost < linear.timeline.cost
+    assert max(found.timeline.peak_memory) <= 4 + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["6.2B/p8/m24", "14.6B/p16/m48"])
+@pytest.mark.parametrize(("times_p", "most"), [(1.25, 0.03), (1.5, 0.003)])
+def test_auto_needs_not_twice_the_memory(model, times_p, most):
+    p, m = profiles()[model]["p"], profiles()[model]["m"]
+    found = plan(profiled_costs(model), p, m, memory_limit=times_p * p, effort="quick")
+    assert found.timeline.bubble_rate <= most
+    assert max(found.timeline.peak_memory) <= times_p * p + 1e-9
 
 
 def test_undivided_backward_is_taken_where_it_is_cheaper():

@@ -272,8 +272,8 @@ class _Run:
         if gap >= self.rule.fill * weight[s]:
             return s
         if self.rule.level and self.order[rank]:
-            idle = self.idle[rank] + gap
-            if idle > self.granted[rank] and self.problem.work[rank] + idle > self.bearable:
+            total = self.problem.work[rank] + self.idle[rank] + gap
+            if total > self.bearable and self.idle[rank] + gap > self.granted[rank]:
                 return s
         return -1
 

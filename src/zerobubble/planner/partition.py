@@ -5,7 +5,7 @@ A partition is the number of layers of each stage, in data-flow order, as `Pipel
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import accumulate, pairwise
 from random import Random
@@ -268,39 +268,59 @@ def plan_layers(
         CostsError: as `stage_costs_for`.
         OptionError: as `plan`, or there are fewer layers than stages.
     """
-    from zerobubble.planner import plan
 
-    def attempt(partition: Partition, style: str, chunks: int | None, effort: str, **options: Any) -> Plan:
-        costs = stage_costs_for(layers, partition)
-        return plan(
-            costs, num_ranks, num_microbatches, memory_limit=memory_limit, placement=style, chunks=chunks,
-            effort=effort, **options,
+    def attempt(cut: _Cut, effort: str, seconds: float | None) -> Plan:
+        return _plan_cut(
+            layers, cut, num_ranks, num_microbatches, memory_limit=memory_limit, effort=effort, time_limit=seconds,
+            progress=progress,
         )  # fmt: skip
 
-    jobs = [
-        (partition, style, number)
-        for style, number in _styles(placement, chunks)
-        for partition in _candidates(layers, make_placement(style, num_ranks, number), candidates, placement == "auto")
-    ]
-    share = None if time_limit is None else time_limit / (2 * len(jobs))
-    tried: list[tuple[float, int, Plan]] = []
+    cuts = _cuts(layers, num_ranks, placement, chunks, candidates)
+    half = None if time_limit is None else time_limit / 2
+    cut, quick = _quickest(cuts, lambda cut: attempt(cut, "quick", half and half / len(cuts)))
+    if effort == "quick":
+        return cut.partition, quick
+    thorough = attempt(cut, effort, half)
+    return cut.partition, thorough if thorough.timeline.cost <= quick.timeline.cost else quick
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A partition for a placement, by its name and number of chunks."""
+
+    partition: Partition
+    style: str
+    chunks: int | None
+
+
+def _plan_cut(layers: Costs, cut: _Cut, num_ranks: int, num_microbatches: int, **options: Any) -> Plan:
+    from zerobubble.planner import plan
+
+    costs = stage_costs_for(layers, cut.partition)
+    return plan(costs, num_ranks, num_microbatches, placement=cut.style, chunks=cut.chunks, **options)
+
+
+def _quickest(cuts: Sequence[_Cut], attempt: Callable[[_Cut], Plan]) -> tuple[_Cut, Plan]:
+    """The cut whose plan costs least, with the plan. A cut or placement that has too little memory is passed over."""
+    tried: list[tuple[_Cut, Plan]] = []
     refused: OptionError | None = None
-    for i, (partition, style, number) in enumerate(jobs):
+    for cut in cuts:
         try:
-            found = attempt(partition, style, number, "quick", time_limit=share, progress=progress)
-        except OptionError as error:  # too little memory for this cut or placement; another may do
+            tried.append((cut, attempt(cut)))
+        except OptionError as error:
             refused = refused or error
-        else:
-            tried.append((found.timeline.cost, i, found))
     if not tried:
         raise refused or OptionError("no placement was given")
-    cost, best, quick = min(tried, key=lambda one: one[:2])
-    partition, style, number = jobs[best]
-    if effort == "quick":
-        return partition, quick
-    rest = None if time_limit is None else time_limit / 2
-    thorough = attempt(partition, style, number, effort, time_limit=rest, progress=progress)
-    return partition, thorough if thorough.timeline.cost <= cost else quick
+    return min(tried, key=lambda one: one[1].timeline.cost)
+
+
+def _cuts(layers: Costs, num_ranks: int, placement: str, chunks: int | None, count: int) -> list[_Cut]:
+    """The best partitions of each placement that is to be tried."""
+    return [
+        _Cut(partition, style, number)
+        for style, number in _styles(placement, chunks)
+        for partition in _candidates(layers, make_placement(style, num_ranks, number), count, placement == "auto")
+    ]
 
 
 def _candidates(layers: Costs, placement: Placement, count: int, optional: bool) -> list[Partition]:

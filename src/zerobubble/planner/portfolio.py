@@ -7,7 +7,7 @@ ladder (quarters of p microbatches) are searched as well, wherever their bound i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -98,48 +98,49 @@ class Portfolio:
             ):
                 self.skipped.append(f"{name}: not searched, for want of time")
             else:
-                share = self._clock.share(len(self._open) - number + (effort != "quick"))
                 self._say(f"{name}: searching")
-                self.attempts.append(Attempt(self._search(problem, bound, "quick", share), problem, bound))
+                share = self._clock.share(len(self._open) - number + 1)
+                found = search(problem, EFFORTS["quick"], bound.value * (1 + MET), share.over)
+                self.attempts.append(Attempt(found, problem, bound))
+        self._sort()
+        for number in range(len(self.attempts)):
+            self._search_smaller(number, "quick")
         self._sort()
 
     def search_on(self, effort: str) -> None:
-        """Spend `effort` on the best placements."""
+        """Spend `effort` on the best placements; what is known is kept where nothing is better."""
         count = min(_THOROUGH, len(self.attempts))
-        for number, known in enumerate(self.attempts[:count]):
+        for number in range(count):
+            known = self.attempts[number]
             if self.best > known.bound.value * (1 + MET) and not self._clock.over():
-                self._say(f"{name_of(known.problem.placement)}: cost {known.found.cost:g}, searching on")
+                self._say(f"{known}; searching on")
                 share = self._clock.share(count - number)
-                found = self._search(known.problem, known.bound, effort, share, known.found)
-                self.attempts[number] = Attempt(found, known.problem, known.bound)
+                self._offer(number, search(known.problem, EFFORTS[effort], known.bound.value * (1 + MET), share.over))
+                if known.problem.num_ops <= _SMALL:
+                    self._search_smaller(number, effort)
         self._sort()
+
+    def _search_smaller(self, number: int, effort: str) -> None:
+        """Search an attempt's problem within the smaller limits that every larger one tries as well."""
+        problem = self.attempts[number].problem
+        for limit in _smaller_limits(problem):
+            smaller = problem.with_limit(limit)
+            goal = _bound(smaller).value * (1 + MET)
+            if self.best > goal and not self._clock.over():
+                self._say(f"{self.attempts[number]}; searching within {limit:g} of memory")
+                self._offer(number, search(smaller, EFFORTS[effort], goal, self._clock.over))
+
+    def _offer(self, number: int, found: Found) -> None:
+        """Take `found` as what an attempt has found if it is cheaper."""
+        if found.cost < self.attempts[number].found.cost:
+            self.attempts[number] = replace(self.attempts[number], found=found)
 
     def _sort(self) -> None:
         self.attempts.sort(key=lambda attempt: attempt.found.cost)
 
-    def _search(self, problem: Problem, bound: Bound, effort: str, clock: Clock, known: Found | None = None) -> Found:
-        """The best for the problem's limit and for the smaller limits that every larger one tries as well.
-
-        `known` is what a lower effort has found; it is kept where nothing is better.
-        """
-        best = _cheaper(search(problem, EFFORTS[effort], bound.value * (1 + MET), clock.over), known)
-        if known is not None and problem.num_ops > _SMALL:
-            return best
-        for limit in _smaller_limits(problem):
-            smaller = problem.with_limit(limit)
-            goal = _bound(smaller).value * (1 + MET)
-            if min(best.cost, self.best) > goal and not clock.over():
-                self._say(f"{name_of(problem.placement)}: cost {best.cost:g}, searching within {limit:g} of memory")
-                best = _cheaper(search(smaller, EFFORTS[effort], goal, clock.over), best)
-        return best
-
 
 def _bound(problem: Problem) -> Bound:
     return lower_bound(problem.costs, problem.placement, problem.num_microbatches, problem.limit)
-
-
-def _cheaper(found: Found, known: Found | None) -> Found:
-    return found if known is None or found.cost < known.cost else known
 
 
 def _smaller_limits(problem: Problem) -> Iterator[float]:
