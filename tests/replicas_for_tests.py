@@ -185,6 +185,8 @@ def refusals():
         "dimensions": refused(mesh=init_device_mesh("cpu", (2, 2, 1))),
         "size": refused(mesh=two, schedule=zb.zb_h1(4, 4)),
         "layers": refused([nn.Linear(4, 4 + replica_of(2)) for _ in range(2)], mesh=two),
+        "schedule": refused(schedule=(zb.zb_h1, zb.zb_h2)[replica_of(2)](2, 4), mesh=two),
+        "rank": refused(schedule=(zb.zb_h1, zb.zb_h2)[dist.get_rank() % 2](2, 4), mesh=two),
     }
 
 
@@ -281,6 +283,10 @@ def closure():
             wrong()
         except zb.ZeroBubbleError as error:
             said.append(str(error))
+    try:
+        zb.PostValidatedOptimizer(optimizer, undo="reverse")
+    except zb.ZeroBubbleError as error:
+        said.append(str(error))
     pipeline.step(*batch(0, 2, replica_of(2)))
     optimizer.step()
     return said, parameters_of(pipeline)

@@ -206,6 +206,15 @@ def test_a_pipeline_replans_on_request():
     assert pipeline.timelines()[0].schedule == found.schedule
 
 
+def test_a_schedule_that_the_user_chose_is_not_replaced():
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    pipeline = zb.Pipeline(layers, lambda y, _: y.sum(), zb.Auto(4, num_ranks=2, profile_steps=1))
+    pipeline.use(zb.zb_h1(2, 4))
+    for _ in range(6):
+        pipeline.step(torch.ones(4, 2))
+    assert pipeline.schedule == zb.zb_h1(2, 4)
+
+
 def test_another_schedule_over_the_same_stages():
     pipeline, other = (tiny_pipeline(zb.zb_h1(2, 4)) for _ in range(2))
     for one in (pipeline, other):

@@ -234,6 +234,17 @@ def test_losses_are_scaled_as_long_as_there_is_an_optimizer_that_divides_the_gra
 # ------------------------------------------------------------------------------------------------ as an optimizer
 
 
+def test_a_loss_scale_is_for_an_optimizer_of_all_parameters_and_no_other_one_takes_it_away():
+    pipeline, inner, _ = pipeline_and_optimizer()
+    first, *others = (torch.optim.SGD([p], lr=0.1) for p in pipeline.parameters())
+    with pytest.raises(OptionError, match=r"needs all parameters of its pipeline.* is missing"):
+        zb.PostValidatedOptimizer(first, scaler=torch.amp.GradScaler("cpu"))
+    scaled = zb.PostValidatedOptimizer(inner, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    zb.PostValidatedOptimizer(others[0])
+    assert pipeline.validation.loss_scale() == 8.0
+    del scaled
+
+
 def pipeline_and_optimizer(kind=None, **options):
     pipeline = tiny_pipeline(zb.zb_h1(2, 4))
     inner = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)

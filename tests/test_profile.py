@@ -17,7 +17,7 @@ from zerobubble import cli
 from zerobubble.errors import OptionError, PipelineError
 from zerobubble.op import Kind
 from zerobubble.runtime import MemoryTrace, measured_costs
-from zerobubble.runtime.clock import HOST_CLOCK, offsets
+from zerobubble.runtime.clock import HOST_CLOCK, Record, offsets
 from zerobubble.runtime.profile import measured_profile, spread, timeline_of
 
 TRUTH = zb.Costs((4, 6, 5), (5, 7, 6), (3, 4, 2), (1, 2), (3, 4, 5), (1, 2, 1), unit="ms")
@@ -98,6 +98,17 @@ def test_clocks_of_one_machine_are_taken_as_they_are_and_those_of_others_compare
     rows = [([0, 10], [5, 20]), ([5_000_005, 5_000_010], [5_000_008, 5_000_011]), ([-2_999_995, -2_999_990],) * 2]
     schedule = zb.gpipe(3, 1)
     assert timeline_of(schedule, rows, ahead).starts == ((0, 1e-5), (5e-6, 1e-5), (5e-6, 1e-5))
+
+
+def test_ops_that_ran_as_one_count_as_equal_parts_whatever_the_clock_marks():
+    class Letters:
+        """Marks that are no numbers until they are read, as events of a GPU are."""
+
+        def read(self, marks):
+            return [(ord(mark) - ord("a")) * 10 for mark in marks]
+
+    record = Record(["a", "b", "b", "d"], ["b", "d", "d", "e"], [(1, 2)])
+    assert record.read(Letters()) == ([0, 10, 20, 30], [10, 20, 30, 40])
 
 
 def test_the_host_clock_goes_on():

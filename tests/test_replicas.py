@@ -242,9 +242,10 @@ def test_replicas_that_plan_themselves_go_on_with_one_schedule(played):
 
 def test_a_sharded_optimizer_refuses_a_closure_and_a_second_sharding(played):
     said, parameters = zip(*played["closure"])
-    for closure, again in said:
+    for closure, again, reverse in said:
         assert "takes no closure" in closure
         assert "AdamW is sharded already" in again
+        assert "which a sharded optimizer does not keep" in reverse
     assert equal(united(parameters[:2]), united(parameters[2:]))
 
 
@@ -257,6 +258,8 @@ def test_meshes_and_layers_that_do_not_fit_are_refused_by_name(played):
         assert "of one dimension (the pipeline) or two (replicas, pipeline); got 3 dimensions" in said["dimensions"]
         assert "4 ranks, but the last dimension of the mesh, the pipeline's, has 2" in said["size"]
         assert re.search(r"layers of replicas . and . differ.*\('[01]\.(bias|weight)'", said["layers"])
+        assert re.search(r"replicas . and . have another schedule", said["schedule"])
+        assert "every rank must be given the same schedule" in said["rank"]
 
 
 def test_what_is_no_mesh_is_refused():

@@ -62,6 +62,8 @@ def _reverse_adam(group: dict[str, Any], state: dict[str, Any], parameter: Tenso
 
 def check_reversible(optimizer: Optimizer) -> None:
     """Raise `OptionError` where a step of `optimizer`, with its present settings, cannot be undone by arithmetic."""
+    if getattr(optimizer, "_zerobubble_sharded", False):
+        raise OptionError("undo='reverse' needs the state of every parameter, which a sharded optimizer does not keep")
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise OptionError(
             f"undo='reverse' knows SGD, Adam and AdamW; got {type(optimizer).__name__}: take undo='snapshot'"

@@ -50,7 +50,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._full: FullState | None = None
         if self._scale is not None and not check_finite:
             raise OptionError("a loss scale is found by steps that are not finite: check_finite must stay on")
-        self._pipeline.validation.loss_scale = partial(_scale_of, ref(self))
+        if self._scale is not None:
+            self._refuse_part_of_the_parameters()
+            self._pipeline.validation.loss_scale = partial(_scale_of, ref(self))
+
+    def _refuse_part_of_the_parameters(self) -> None:
+        own = {p for group in self._optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in self._pipeline.module.named_parameters() if p.requires_grad and p not in own]
+        if left:
+            raise OptionError(
+                "an optimizer with a loss scale needs all parameters of its pipeline, as losses are scaled for all; "
+                f"{left[0]} is missing ({len(left)} in all)"
+            )
 
     # ------------------------------------------------------------------------------------------------ the step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from zerobubble.schedule import Placement, Schedule
     from zerobubble.timeline import Timeline
 
+_LEAST_SECONDS = 0.1
 _SECONDS = 60.0
 """To plan; all ranks wait for it."""
 _WORTH = 0.002
@@ -123,11 +125,17 @@ def auto_of(schedule: Any, num_microbatches: int | None, memory_limit: float | N
     return schedule if isinstance(schedule, Auto) else None
 
 
-def choose(profile: Profile, current: Schedule, memory_limit: float | None, effort: str = "default") -> Plan:
+def choose(
+    profile: Profile,
+    current: Schedule,
+    memory_limit: float | None,
+    effort: str = "default",
+    seconds: float = _SECONDS,
+) -> Plan:
     """The best schedule found with the placement and microbatches of `current`; its first note says why.
 
     That may be `current` itself or a handcrafted one: what is cheapest when times vary as they were measured to.
-    Without a limit it may use as much memory as `current`.
+    Without a limit it may use as much memory as `current`. All planning ends within about `seconds`.
 
     Raises:
         OptionError: no schedule can run within the memory limit.
@@ -139,10 +147,13 @@ def choose(profile: Profile, current: Schedule, memory_limit: float | None, effo
     limit = max(before.peak_memory) if memory_limit is None else memory_limit
     sizes = current.num_ranks, current.num_microbatches
 
-    def planned(costs: Costs, effort: str) -> Plan:
-        return plan(costs, *sizes, memory_limit=limit, placement=placement, effort=effort, time_limit=_SECONDS)
+    deadline = monotonic() + min(seconds, _SECONDS)
 
-    found = planned(costs, effort)
+    def planned(costs: Costs, effort: str, share: float = 1.0) -> Plan:
+        left = max(deadline - monotonic(), _LEAST_SECONDS) * share
+        return plan(costs, *sizes, memory_limit=limit, placement=placement, effort=effort, time_limit=left)
+
+    found = planned(costs, effort, share=0.5)
     candidates = [found.schedule, *rivals(found.schedule, costs, limit, profile.jitter, partial(_quickly, planned))]
     best = _steadiest(candidates, current if max(before.peak_memory) <= limit * (1 + _ROUNDING) else None, profile)
     if best is not found.schedule:

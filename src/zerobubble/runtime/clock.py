@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from socket import gethostname
 from statistics import median
 from time import perf_counter_ns
@@ -15,6 +16,30 @@ if TYPE_CHECKING:
     Gather = Callable[[Mapping[int, Any]], list[Any]]
 
 _ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a clock marked in a step of one rank.
+
+    Attributes:
+        starts: one mark per op.
+        ends: the same.
+        groups: (position, number) of ops that ran as one and have the same marks: each counts as an equal part.
+    """
+
+    starts: Sequence[Any]
+    ends: Sequence[Any]
+    groups: Sequence[tuple[int, int]] = ()
+
+    def read(self, clock: Clock) -> tuple[list[int], list[int]]:
+        """When every op started and ended (ns)."""
+        starts, ends = clock.read(self.starts), clock.read(self.ends)
+        for first, size in self.groups:
+            begin, length = starts[first], ends[first] - starts[first]
+            cuts = [begin + length * i // size for i in range(size + 1)]
+            starts[first : first + size], ends[first : first + size] = cuts[:-1], cuts[1:]
+        return starts, ends
 
 
 class Clock(Protocol):

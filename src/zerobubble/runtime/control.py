@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from queue import SimpleQueue
-from threading import Thread
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zerobubble.runtime.sends import Reaper
+from zerobubble.runtime.sends import NEVER, Reaper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ class ControlChannel:
         self._timeout = timeout
         self._reaper = Reaper("zerobubble-control", min(timeout, _PATIENCE_SECONDS))
         self._expected: deque[Arrival] = deque()
-        self._outbox: SimpleQueue[tuple[Tensor, torch.cuda.Event, Tag]] | None = None
+        self._others = [peer for place, peer in enumerate(peers) if place != rank]
 
     def send(self, tensor: Tensor, tag: Tag) -> None:
         """Start to send `tensor` to every other rank; from a GPU once it is computed, without waiting for that."""
@@ -85,10 +85,7 @@ class ControlChannel:
 
     def expect(self, source: int, shape: Sequence[int], dtype: torch.dtype, tag: Tag) -> Arrival:
         """The next tensor that rank `source` sends under `tag`."""
-        tensor = torch.empty(tuple(shape), dtype=dtype)
-        work = dist.irecv(tensor, group=self._group, group_src=self._peers[source], tag=tag)
-        assert work is not None
-        arrival = Arrival(work, tensor, self._timeout)
+        arrival = self._receive(source, shape, dtype, tag)
         self._expected.append(arrival)  # gloo writes into the tensor even if nobody reads it
         if len(self._expected) > _EXPECTED:
             self._expected.popleft().wait()
@@ -100,9 +97,9 @@ class ControlChannel:
         self._post(torch.tensor([len(data)]), Tag.SIZE)
         self._post(data, Tag.OBJECT)
         others = [rank for rank in range(len(self._peers)) if rank != self._rank]
-        sizes = [self.expect(rank, (1,), torch.int64, Tag.SIZE) for rank in others]
+        sizes = [self._receive(rank, (1,), torch.int64, Tag.SIZE) for rank in others]
         arrivals = [
-            self.expect(rank, (int(size.wait()),), torch.uint8, Tag.OBJECT)
+            self._receive(rank, (int(size.wait()),), torch.uint8, Tag.OBJECT)
             for rank, size in zip(others, sizes, strict=True)
         ]
         gathered: dict[int, Any] = {self._rank: value}
@@ -110,23 +107,35 @@ class ControlChannel:
             gathered[rank] = pickle.loads(arrival.wait().numpy().tobytes())
         return [gathered[rank] for rank in range(len(self._peers))]
 
+    def _receive(self, source: int, shape: Sequence[int], dtype: torch.dtype, tag: Tag) -> Arrival:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        work = dist.irecv(tensor, group=self._group, group_src=self._peers[source], tag=tag)
+        assert work is not None
+        return Arrival(work, tensor, self._timeout)
+
     def _post(self, tensor: Tensor, tag: Tag) -> None:
-        for rank, peer in enumerate(self._peers):
-            if rank != self._rank:
-                self._reaper.add(dist.isend(tensor, group=self._group, group_dst=peer, tag=tag), tensor)
+        for work in _started(tensor, tag, self._group, self._others):
+            self._reaper.add(work, tensor)
 
     def _send_when_computed(self, tensor: Tensor, tag: Tag) -> None:
-        if self._outbox is None:
-            self._outbox = SimpleQueue()
-            Thread(target=self._deliver, args=(self._outbox,), name="zerobubble-computed", daemon=True).start()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._outbox.put((copy, event, tag))
+        self._reaper.run(partial(_send_copy, copy, event, tag, self._group, self._others))
 
-    def _deliver(self, outbox: SimpleQueue[tuple[Tensor, torch.cuda.Event, Tag]]) -> None:
-        while True:
-            tensor, event, tag = outbox.get()
-            event.synchronize()
-            self._post(tensor, tag)
+
+def _started(tensor: Tensor, tag: Tag, group: dist.ProcessGroup, peers: Sequence[int]) -> list[dist.Work]:
+    works = []
+    for peer in peers:
+        with suppress(RuntimeError):  # a peer that has left wants nothing: who misses something from it says so
+            works.append(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+    return [work for work in works if work is not None]
+
+
+def _send_copy(
+    tensor: Tensor, event: torch.cuda.Event, tag: Tag, group: dist.ProcessGroup, peers: Sequence[int]
+) -> None:
+    event.synchronize()
+    for work in _started(tensor, tag, group, peers):
+        work.wait(NEVER)

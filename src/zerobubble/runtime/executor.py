@@ -75,6 +75,7 @@ class Executor:
         self.discarded: list[tuple[list[Any], list[Any]]] = []
         self.starts: list[Any] = []
         self.ends: list[Any] = []
+        self.groups: list[tuple[int, int]] = []
         self.live_bytes: list[int] = []
         self._memory: LiveMemory | None = None
         self._transport = transport
@@ -102,7 +103,8 @@ class Executor:
         return _Task(op, stages[op.stage], run.awaits, source, result(op) if feeds_another else None)
 
     def run(self, batch: Batch) -> None:
-        """Run the program. `starts` and `ends` then hold the clock's marks of every op, in order.
+        """Run the program. `starts` and `ends` then hold the clock's marks of every op, in order, and
+        `groups` (position, number) of ops that ran as one and have the same marks.
 
         Where the optimizer's last step was amended, `discarded` holds those of the ops that had to run again.
 
@@ -116,7 +118,7 @@ class Executor:
 
     def _run_once(self, batch: Batch) -> bool:
         """Run the program to its end; or return False at its `Validate`, ready to start again."""
-        self.starts, self.ends, self.live_bytes, self._ran = [], [], [], []
+        self.starts, self.ends, self.groups, self.live_bytes, self._ran = [], [], [], [], []
         self._results.clear()
         transport, results = self._transport, self._results
         reacts = self._reactor is not None and self._memory is None
@@ -206,11 +208,10 @@ class Executor:
         transport.finished(op, batch.step)
 
     def _share_out(self, size: int) -> None:
-        """Record what the last op took, for all `size` ops that ran as one, as that many equal parts."""
-        start, end = self.starts.pop(), self.ends.pop()
-        cuts = [start + (end - start) * i // size for i in range(size + 1)]
-        self.starts += cuts[:-1]
-        self.ends += cuts[1:]
+        """Record the last op for all `size` ops that ran as one."""
+        self.groups.append((len(self.starts) - 1, size))
+        for marks in (self.starts, self.ends):
+            marks += marks[-1:] * (size - 1)
         if self._memory is not None:
             self.live_bytes += self.live_bytes[-1:] * (size - 1)
 

@@ -19,7 +19,7 @@ from zerobubble.errors import OptionError, PipelineError, ZeroBubbleError
 from zerobubble.lower import finishing, lower, tails_by_stage
 from zerobubble.runtime.auto import auto_of, choose, free_bytes
 from zerobubble.runtime.batch import samples, split
-from zerobubble.runtime.clock import clock_for, offsets
+from zerobubble.runtime.clock import Record, clock_for, offsets
 from zerobubble.runtime.executor import Executor
 from zerobubble.runtime.grad_norm import check_clipping, clip_coefficient, gradient_norms, total_norm
 from zerobubble.runtime.layout import (
@@ -156,6 +156,7 @@ class Pipeline:
         self.step_count = 0
         self._device = torch.device(device) if device is not None else _default_device()
         self._wrap_transport = wrap_transport
+        self._timeout = timeout
         self._reactive = reactive
         self._world = _world(schedule.num_ranks, self._device, timeout, place.group if place else group)
         if dist.is_initialized():
@@ -167,20 +168,21 @@ class Pipeline:
         for stage in self._stages.values():
             stage.share(tied)
         told = self._world.gather(
-            {rank: (self._own_keywords(), self._num_parameters(rank)) for rank in self._world.ranks}
+            {rank: (self._own_keywords(), self._num_parameters(rank), _digest(schedule)) for rank in self._world.ranks}
         )
-        self._keywords = _union(keywords for keywords, _ in told)
-        self.validation = Validation(self.module, self._stages.values(), self._world, [size for _, size in told])
+        _refuse_different({digest for *_, digest in told})
+        self._keywords = _union(keywords for keywords, *_ in told)
+        self.validation = Validation(self.module, self._stages.values(), self._world, [size for _, size, _ in told])
         self._clock = clock_for(self._device)
         self._dynamic_shapes = dynamic_shapes
-        self.replicas = self._meet_replicas(place, timeout) if place and has_replicas else None
+        self.replicas = self._meet_replicas(place, timeout, bucket_cap_mb) if place and has_replicas else None
         shared = [p for p in self.parameters() if p in tied]
         self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, shared) if self.replicas else None
         self._synchronises = True
         self._executors = self._make_executors(programs, dynamic_shapes, reactive)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
         self._broken: str | None = None
-        self._recorded: deque[dict[int, tuple[list[Any], list[Any]]]] = deque(maxlen=_RECORDED_STEPS)
+        self._recorded: deque[dict[int, Record]] = deque(maxlen=_RECORDED_STEPS)
         self._reduced: deque[list[Reduced]] = deque(maxlen=_RECORDED_STEPS)
         self._taken = 0
         self._memory: MemoryTrace | None = None
@@ -221,15 +223,19 @@ class Pipeline:
             auto, self._auto = self._auto, None
             self.replan(auto.memory_limit, steps=auto.profile_steps, effort=auto.effort)
         if token_count is not None and self.replicas:
-            token_count /= self.replicas.count  # gradients are averaged, so each replica counts for as many as they are
+            token_count = (
+                float(token_count) / self.replicas.count
+            )  # gradients are averaged, so each replica counts for as many as they are
         batch = self._batch(self.step_count, inputs, targets, token_count, keywords)
-        self.validation.begin()
         measures_memory = self._auto is not None and self._auto.measures_memory(self._taken)
+        if measures_memory:
+            self.validation.finish()  # so that an amended step makes nothing that would be counted
+        self.validation.begin()
         runs = {r: e.run_measuring_memory if measures_memory else e.run for r, e in self._executors.items()}
         loss = self._run(runs, batch, self._reducer if self._synchronises else None)
         self.step_count += 1
         self._taken += 1
-        self._recorded.append({rank: (e.starts, e.ends) for rank, e in self._executors.items()})
+        self._recorded.append({rank: Record(e.starts, e.ends, e.groups) for rank, e in self._executors.items()})
         self._reduced.append(self._reducer.recorded if self._reducer and self._synchronises else [])
         if measures_memory:
             self._memory = self._gathered_memory()
@@ -394,8 +400,8 @@ class Pipeline:
         On CUDA the times are those of the device (this has not run on a GPU yet). Between machines, clocks are compared
         by exchanging messages, to about the time that one takes.
         """
-        recorded, ranks, read = list(self._recorded)[-last:], self._world.ranks, self._clock.read
-        own = {rank: [tuple(map(read, step[rank])) for step in recorded] for rank in ranks}
+        recorded, ranks = list(self._recorded)[-last:], self._world.ranks
+        own = {rank: [step[rank].read(self._clock) for step in recorded] for rank in ranks}
         gathered, ahead = self._world.gather(own), offsets(self._world.gather, ranks)
         return [timeline_of(self.schedule, rows, ahead) for rows in zip(*gathered, strict=True)]
 
@@ -438,10 +444,11 @@ class Pipeline:
         free = self._world.gather(dict.fromkeys(self._world.ranks, free_bytes(self._device)))
         if memory_limit is None:
             memory_limit = min((bytes_ for bytes_ in free if bytes_ is not None), default=None)
-        found = self._on_first_rank(partial(choose, profile, self.schedule, memory_limit, effort))
+        found = self._on_first_rank(partial(choose, profile, self.schedule, memory_limit, effort, self._timeout / 2))
+        self._auto = None
         if self._reactive is not None:
             self._reactive = profile.costs
-        if found.schedule != self.schedule:
+        if found.schedule != self.schedule or self._reactive is not None:
             self.use(found.schedule)
         self.plan = found
         if 0 in self._world.ranks:
@@ -461,10 +468,12 @@ class Pipeline:
                 f"the stages lie on ranks {list(self.schedule.placement.ranks)} and cannot move; the new schedule "
                 f"wants {list(schedule.placement.ranks)}"
             )
-        digest = sha256(str(schedule).encode()).hexdigest()
-        if len(set(self._world.gather(dict.fromkeys(self._world.ranks, digest)))) > 1:
-            raise OptionError("every rank must go on with the same schedule; they gave different ones")
+        digest = _digest(schedule)
+        _refuse_different(set(self._world.gather(dict.fromkeys(self._world.ranks, digest))))
+        if self.replicas is not None:
+            self.replicas.refuse_different("schedule", digest)
         self.validation.finish()
+        self._auto = None
         self.schedule = schedule
         self._executors = self._make_executors(programs, self._dynamic_shapes, self._reactive)
         self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
@@ -477,8 +486,9 @@ class Pipeline:
         if 0 in self._world.ranks and (self.replicas is None or self.replicas.index == 0):
             try:
                 own = compute()
-            except ZeroBubbleError as error:
-                own = error
+            except Exception as error:  # the others wait for what comes, and must be told
+                own = error if isinstance(error, ZeroBubbleError) else PipelineError(f"on rank 0: {error!r}")
+                own.__cause__ = error.__cause__
         found: Any = self._world.gather({rank: own if rank == 0 else None for rank in self._world.ranks})[0]
         if self.replicas is not None:
             found = self.replicas.gather(found)[0]
@@ -492,8 +502,10 @@ class Pipeline:
         Empty for steps under `no_sync`, and where there are no replicas.
         """
         steps = list(zip(self._recorded, self._reduced, strict=True))[-last:]
-        own = {rank: [(times[rank][0][0], buckets) for times, buckets in steps] for rank in self._world.ranks}
-        return [on_axis(rows) for rows in zip(*self._world.gather(own), strict=True)]
+        ranks, clock = self._world.ranks, self._clock
+        own = {rank: [(times[rank].read(clock)[0][0], buckets) for times, buckets in steps] for rank in ranks}
+        gathered, ahead = self._world.gather(own), offsets(self._world.gather, ranks)
+        return [on_axis(rows, ahead) for rows in zip(*gathered, strict=True)]
 
     def split_report(self) -> SplitReport:
         """Which parameters' gradients wait for W, per stage, and why others do not. Collective; after a training step.
@@ -529,10 +541,11 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ building
 
-    def _meet_replicas(self, place: MeshPlace, timeout: float) -> Replicas:
+    def _meet_replicas(self, place: MeshPlace, timeout: float, bucket_cap_mb: float) -> Replicas:
         """Connect with the counterparts, and take over the weights and buffers of replica 0."""
         assert isinstance(self._world, DistributedWorld)
         replicas = Replicas(place, self._device, timeout, self._world.number, self._world.status)
+        replicas.refuse_different("schedule, or another bucket_cap_mb", (_digest(self.schedule), bucket_cap_mb))
         replicas.start_equal(self.module)
         return replicas
 
@@ -613,6 +626,15 @@ def _lowered(schedule: Schedule, has_replicas: bool) -> tuple[Schedule, tuple[Pr
         return schedule, programs
     schedule = tails_by_stage(schedule)
     return schedule, tuple(map(finishing, lower(schedule)))
+
+
+def _digest(schedule: Schedule) -> str:
+    return sha256(str(schedule).encode()).hexdigest()
+
+
+def _refuse_different(digests: set[str]) -> None:
+    if len(digests) > 1:
+        raise OptionError("every rank must be given the same schedule; they got different ones")
 
 
 def _num_ranks(auto: Auto, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> int:

@@ -125,6 +125,9 @@ class ProcessGroupTransport:
         begin = monotonic()
         if not incoming.watched.done(self._timeout) or incoming.watched.failed:
             raise self._peer_error(message, monotonic() - begin)
+        if self._device.type == "cuda":  # there, to be done may mean to have failed, and this stream must wait as well
+            for work in incoming.works:
+                self._wait(work, message)
 
     def _post_tensors(self, incoming: _Incoming, skeleton: Any) -> None:
         incoming.skeleton, incoming.posted = skeleton, True

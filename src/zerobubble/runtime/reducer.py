@@ -45,12 +45,15 @@ class Reduction:
     end: float
 
 
-def on_axis(rows: Sequence[tuple[int, Sequence[Reduced]]]) -> list[Reduction]:
-    """Per rank, the clock when its step began, and what it reduced: on the axis of the step's timeline, in ms."""
-    begin = min(first for first, _ in rows)
+def on_axis(rows: Sequence[tuple[int, Sequence[Reduced]]], ahead: Sequence[int]) -> list[Reduction]:
+    """Per rank, the clock when its step began, and what it reduced: on the axis of the step's timeline, in ms.
+
+    `ahead` is by how much (ns) each rank's clock is.
+    """
+    begin = min(first - by for (first, _), by in zip(rows, ahead, strict=True))
     return [
-        Reduction(rank, stage, nbytes, (start - begin) / 1e6, (end - begin) / 1e6)
-        for rank, (_, reduced) in enumerate(rows)
+        Reduction(rank, stage, nbytes, (start - by - begin) / 1e6, (end - by - begin) / 1e6)
+        for rank, ((_, reduced), by) in enumerate(zip(rows, ahead, strict=True))
         for stage, nbytes, start, end in reduced
     ]
 

@@ -156,17 +156,31 @@ class Replicas:
         for owner, tensors in enumerate(owned):
             for bucket in _buckets(tensors):
                 flat = _bytes(bucket[0]) if len(bucket) == 1 else torch.cat([_bytes(tensor) for tensor in bucket])
-                work = dist.broadcast(flat, group=self._group, group_src=self._peers[owner], async_op=True)
-                under_way.append((owner, bucket, flat, work, perf_counter()))
+                under_way.append((owner, bucket, flat, self._start_broadcast(flat, owner), perf_counter()))
         try:
             for owner, bucket, flat, work, begin in under_way:
-                assert work is not None
-                self.wait(work, f"the values of replica {owner}", begin)
+                self.wait(work, f"the values of replica {owner} (every replica must make this call)", begin)
                 if owner != self.index:
                     _unpack(flat, bucket)
         except PeerError:
             self.abandon((work, flat) for _, _, flat, work, _ in under_way)
             raise
+
+    def _start_broadcast(self, tensor: Tensor, owner: int) -> dist.Work:
+        try:
+            work: dist.Work | None = dist.broadcast(
+                tensor, group=self._group, group_src=self._peers[owner], async_op=True
+            )
+        except RuntimeError:
+            raise self._peer_error(f"the values of replica {owner}", 0.0) from None
+        assert work is not None
+        return work
+
+    def refuse_different(self, what: str, value: object) -> None:
+        """Raise `OptionError` on every replica where `value`, say the schedule, is not the same on all."""
+        for replica, others in enumerate(self.gather(value)):
+            if others != value:
+                raise OptionError(f"replicas {self.index} and {replica} have another {what}; give all the same")
 
     def start_equal(self, module: nn.Module) -> None:
         """Give every replica the parameters and buffers of replica 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import sleep
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
     from torch import Tensor
 
-_Sent: TypeAlias = "tuple[dist.Work, Tensor]"
+_Errand: TypeAlias = "Callable[[], None]"
 
 NEVER = timedelta(days=365)
 """Sends have no timeout of their own: gloo would close the connection under whoever waits for something else."""
@@ -34,7 +37,7 @@ class Reaper:
     """
 
     def __init__(self, name: str, patience: float) -> None:
-        self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Errand | None] = SimpleQueue()
         thread = Thread(target=_reap, args=(self._queue,), name=name, daemon=True)
         thread.start()
         weakref.finalize(self, _stop, self._queue, thread, patience)
@@ -42,25 +45,29 @@ class Reaper:
     def add(self, work: dist.Work | None, tensor: Tensor) -> None:
         """Hold `tensor` until `work`, its send, is done."""
         assert work is not None
-        self._queue.put((work, tensor))
+        self._queue.put(partial(_finish, work, tensor))
+
+    def run(self, errand: Callable[[], None]) -> None:
+        """Call `errand` in the thread, after what was added before. A RuntimeError counts as a peer that is gone."""
+        self._queue.put(errand)
 
 
-def _reap(queue: SimpleQueue[_Sent | None]) -> None:
-    while (sent := queue.get()) is not None:
+def _reap(queue: SimpleQueue[_Errand | None]) -> None:
+    while (errand := queue.get()) is not None:
         sleep(_LAZY_SECONDS)
-        while sent is not None:
+        while errand is not None:
             with suppress(RuntimeError):  # the peer is gone: whoever waits for it says so
-                _finish(*sent)
-            del sent  # while the next one is looked for
+                errand()
+            del errand  # while the next one is looked for
             try:
-                sent = queue.get_nowait()
+                errand = queue.get_nowait()
             except Empty:
                 break
         else:
             return
 
 
-def _stop(queue: SimpleQueue[_Sent | None], thread: Thread, patience: float) -> None:
+def _stop(queue: SimpleQueue[_Errand | None], thread: Thread, patience: float) -> None:
     queue.put(None)
     thread.join(patience)
 
