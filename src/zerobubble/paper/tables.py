@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from zerobubble.costs import Costs
@@ -159,6 +160,7 @@ def _bubble_rates(
     return Table(number, title, columns, rows, notes, times)
 
 
+@cache
 def _cell(column: str, row: str, costs: Costs, printed: float, peer: float | None) -> Cell:
     """One bubble rate beside the printed one: simulated, or planned with the bound that no plan can beat."""
     model, ranks, microbatches = _parts(row)
