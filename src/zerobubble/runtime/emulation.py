@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from zerobubble.runtime.weight_store import WeightStore
     from zerobubble.schedule import Schedule
 
-_SPIN_NS = 100_000
-"""`time.sleep` wakes some 60 to 100 us late: the last part of a wait is spent looking at the clock."""
+_SPIN_NS = 250_000
+"""`time.sleep` wakes some 60 to 200 us late: the last part of a wait is spent looking at the clock."""
 
 _BYTES = 2**18
 """Of the stage and state with most memory."""
