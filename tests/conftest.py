@@ -1,4 +1,4 @@
-"""What all tests share: the option that rewrites golden files, and how hard Hypothesis tries."""
+"""What all tests share: golden files, commands run in this process, and how hard Hypothesis tries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from zerobubble import cli
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,3 +46,30 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8"), "if the change is meant: pytest --update-golden"
 
     return check
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must succeed and return what it printed."""
+
+    def run(*arguments: str) -> str:
+        status = cli.main(arguments)
+        out, err = capsys.readouterr()
+        assert (status, err) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
+def fail(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run a command that must fail; return exit status and message."""
+
+    def fail(*arguments: str) -> tuple[int, str]:
+        status = cli.main(arguments)
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        return status, err.removeprefix("error: ")
+
+    return fail

@@ -25,33 +25,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a command that must succeed and return what it printed."""
-
-    def run(*arguments: str) -> str:
-        status = cli.main(arguments)
-        out, err = capsys.readouterr()
-        assert (status, err) == (0, "")
-        return out
-
-    return run
-
-
-@pytest.fixture
-def fail(capsys):
-    """Run a command that must fail; return exit status and message."""
-
-    def fail(*arguments: str) -> tuple[int, str]:
-        status = cli.main(arguments)
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("error: ")
-        return status, err.removeprefix("error: ")
-
-    return fail
-
-
 def process(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "zerobubble", *arguments], capture_output=True, text=True, check=False, **options

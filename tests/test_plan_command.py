@@ -53,29 +53,14 @@ def handcrafted_plans(monkeypatch):
 
 
 @pytest.fixture
-def run(capsys, handcrafted_plans):
-    """Run a command that must succeed and return what it printed."""
-
-    def run(*arguments: str) -> str:
-        status = cli.main(arguments)
-        out, err = capsys.readouterr()
-        assert (status, err) == (0, "")
-        return out
-
+def run(run, handcrafted_plans):
+    """As everywhere, with handcrafted schedules for plans."""
     return run
 
 
 @pytest.fixture
-def fail(capsys, handcrafted_plans):
-    """Run a command that must fail; return exit status and message."""
-
-    def fail(*arguments: str) -> tuple[int, str]:
-        status = cli.main(arguments)
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("error: ")
-        return status, err.removeprefix("error: ")
-
+def fail(fail, handcrafted_plans):
+    """As everywhere, with handcrafted schedules for plans."""
     return fail
 
 

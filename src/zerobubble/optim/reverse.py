@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerobubble.errors import OptionError
+from zerobubble.optim.sharded import is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -62,7 +63,7 @@ def _reverse_adam(group: dict[str, Any], state: dict[str, Any], parameter: Tenso
 
 def check_reversible(optimizer: Optimizer) -> None:
     """Raise `OptionError` where a step of `optimizer`, with its present settings, cannot be undone by arithmetic."""
-    if getattr(optimizer, "_zerobubble_sharded", False):
+    if is_sharded(optimizer):
         raise OptionError("undo='reverse' needs the state of every parameter, which a sharded optimizer does not keep")
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise OptionError(

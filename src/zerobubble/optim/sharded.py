@@ -43,7 +43,7 @@ def shard_optimizer(optimizer: AnyOptimizer, pipeline: Pipeline) -> AnyOptimizer
     """
     if pipeline.replicas is None:
         return optimizer
-    if getattr(optimizer, "_zerobubble_sharded", False):
+    if is_sharded(optimizer):
         raise OptionError(f"this {type(optimizer).__name__} is sharded already; call shard_optimizer once")
     optimizer._zerobubble_sharded = True  # type: ignore[attr-defined]
     shard = _Shard(optimizer, pipeline.replicas)
@@ -52,6 +52,11 @@ def shard_optimizer(optimizer: AnyOptimizer, pipeline: Pipeline) -> AnyOptimizer
     optimizer.register_state_dict_post_hook(shard.complete)
     optimizer.register_load_state_dict_pre_hook(shard.own_part)
     return optimizer
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether this replica keeps only a part of the optimizer's state."""
+    return getattr(optimizer, "_zerobubble_sharded", False)
 
 
 class _Shard:

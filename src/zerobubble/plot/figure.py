@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobubble.errors import MissingExtraError
-from zerobubble.plot.layout import MEANINGS, ink, panels, shade, shared_unit, tick_step
+from zerobubble.plot.layout import MEANINGS, NO_MATPLOTLIB, ink, panels, shade, shared_unit, tick_step
 
 try:
     from matplotlib import rc_context
@@ -17,9 +17,7 @@ try:
     from matplotlib.patches import Patch
     from matplotlib.textpath import TextToPath
 except ImportError as error:
-    raise MissingExtraError(
-        "drawing SVG and PNG needs matplotlib; install it with: pip install 'zerobubble[plot]'"
-    ) from error
+    raise MissingExtraError(NO_MATPLOTLIB) from error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zerobubble.op import Op
     from zerobubble.timeline import Interval, Timeline
 
+NO_MATPLOTLIB = "drawing SVG and PNG needs matplotlib; install it with: pip install 'zerobubble[plot]'"
+
 MEANINGS: dict[Kind, str] = {
     Kind.F: "forward",
     Kind.B: "backward (input)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobubble.errors import MissingExtraError, OptionError
+from zerobubble.plot.layout import NO_MATPLOTLIB
 
 try:
     from matplotlib import rc_context
@@ -12,9 +13,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 except ImportError as error:
-    raise MissingExtraError(
-        "drawing SVG and PNG needs matplotlib; install it with: pip install 'zerobubble[plot]'"
-    ) from error
+    raise MissingExtraError(NO_MATPLOTLIB) from error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -39,6 +39,7 @@ from zerobubble.runtime.stage import Batch, Stage, keyword_names
 from zerobubble.runtime.validation import Validation
 from zerobubble.runtime.world import DistributedWorld, LocalWorld
 from zerobubble.schedule import Schedule
+from zerobubble.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -179,8 +180,7 @@ class Pipeline:
         shared = [p for p in self.parameters() if p in tied]
         self._reducer = Reducer(self.replicas, bucket_cap_mb * 2**20, shared) if self.replicas else None
         self._synchronises = True
-        self._executors = self._make_executors(programs, dynamic_shapes, reactive)
-        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
+        self._load(programs)
         self._broken: str | None = None
         self._recorded: deque[dict[int, Record]] = deque(maxlen=_RECORDED_STEPS)
         self._reduced: deque[list[Reduced]] = deque(maxlen=_RECORDED_STEPS)
@@ -475,8 +475,7 @@ class Pipeline:
         self.validation.finish()
         self._auto = None
         self.schedule = schedule
-        self._executors = self._make_executors(programs, self._dynamic_shapes, self._reactive)
-        self._evaluators = self._make_executors(lower(schedule, forward_only=True), dynamic_shapes=True)
+        self._load(programs)
         self._recorded.clear()
         self._reduced.clear()
 
@@ -567,6 +566,11 @@ class Pipeline:
             stages[index] = Stage(index, own, own_seed, self._device, loss_fn if is_last else None)
         return stages
 
+    def _load(self, programs: Sequence[Program]) -> None:
+        """Get ready to train by `programs`, and to evaluate by the forwards of the schedule."""
+        self._executors = self._make_executors(programs, self._dynamic_shapes, self._reactive)
+        self._evaluators = self._make_executors(lower(self.schedule, forward_only=True), dynamic_shapes=True)
+
     def _make_executors(
         self, programs: Sequence[Program], dynamic_shapes: bool, reactive: Costs | None = None
     ) -> dict[int, Executor]:
@@ -621,9 +625,9 @@ def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
 
 def _lowered(schedule: Schedule, has_replicas: bool) -> tuple[Schedule, tuple[Program, ...]]:
     """The schedule as it will run, and its programs."""
-    programs = lower(schedule)
     if not has_replicas:
-        return schedule, programs
+        return schedule, lower(schedule)
+    validate(schedule)  # as it was given
     schedule = tails_by_stage(schedule)
     return schedule, tuple(map(finishing, lower(schedule)))
 
