@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from random import Random
 
 import torch
@@ -62,6 +63,22 @@ def losses_on_processes(report, name, num_ranks, num_microbatches, steps):
 def changing_shapes(report, dynamic_shapes):
     pipeline = tiny_pipeline(zb.zb_h1(2, 2), timeout=20, dynamic_shapes=dynamic_shapes)
     return [pipeline.step(*tiny_batch(length=length)).item() for length in (12, 12, 7, 12)]
+
+
+def long_run(report, name, steps):
+    """After each tenth of a long run: resident KiB, open files."""
+    pipeline = tiny_pipeline(zb.generate(name, 2, 4), timeout=60)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+    tenths = []
+    for _ in range(10):
+        for step in range(steps // 10):
+            loss = pipeline.step(*tiny_batch(seed=step))
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.item()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+        tenths.append((resident, len(os.listdir("/proc/self/fd"))))
+    return tenths
 
 
 class Faulty(torch.nn.Module):

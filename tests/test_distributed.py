@@ -18,6 +18,7 @@ from models_for_tests import (
     changing_shapes,
     faulty_pipeline,
     gradients_after_one_step,
+    long_run,
     losses_on_processes,
     tiny_batch,
     tiny_pipeline,
@@ -50,6 +51,16 @@ def test_losses_of_a_run_are_those_of_the_in_process_pipeline():
     expected = train_tiny(tiny_pipeline(zb.one_f_one_b(1, 8)), steps=4)
     for losses in launch(losses_on_processes, 2, "zb_v", 2, 8, 4, time_limit=LIMIT):
         assert losses == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="waits for another way to count than Linux's /proc")
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_v"])
+def test_two_thousand_steps_take_no_more_memory_and_no_more_files(name):
+    for tenths in launch(long_run, 2, name, 2_000, time_limit=900):
+        resident, files = zip(*tenths[1:], strict=True)
+        assert max(resident) < min(resident) + 8 * 1024, "KiB"
+        assert len(set(files)) == 1
 
 
 def test_dynamic_shapes_let_the_sequence_length_change():

@@ -152,7 +152,7 @@ class ProcessGroupTransport:
     def _irecv(self, tensor: Tensor, message: Message) -> dist.Work:
         group, ranks = self._links[message.source, self._rank]
         try:
-            work = dist.irecv(tensor, group=group, group_src=ranks[message.source])
+            work = group.recv([_real(tensor)], ranks[message.source], 0)  # dist.irecv checks at length what we know
         except RuntimeError:
             raise self._peer_error(message, 0.0) from None
         assert work is not None
@@ -202,7 +202,7 @@ class ProcessGroupTransport:
     def _isend(self, tensor: Tensor, message: Message) -> None:
         group, ranks = self._links[self._rank, message.target]
         try:
-            work = dist.isend(tensor, group=group, group_dst=ranks[message.target])
+            work = group.send([_real(tensor)], ranks[message.target], 0)
         except RuntimeError:
             raise PeerError(
                 f"rank {self._rank} could not send {message.producer} to rank {message.target}: "
@@ -219,6 +219,11 @@ class ProcessGroupTransport:
     def failed(self, error: BaseException, where: str) -> None:
         """Write down why this rank stops, for the messages of the others."""
         self.status.fail(error, where)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same bytes as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _key(message: Message) -> tuple[Op, int]:
