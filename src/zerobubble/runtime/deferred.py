@@ -131,7 +131,7 @@ def _add_row_sum(
 ) -> Tensor:
     if accumulator is None and grad.shape == shape:
         return grad.clone()  # others may hold the output gradient, and later ones are added in place
-    rows = _matrix(grad) if grad.dim() > len(shape) == 1 else grad  # a sum over one dimension is twice as fast
+    rows = _matrix(grad) if len(shape) == 1 else grad  # a sum over one dimension is twice as fast
     return accumulate(accumulator, rows.sum_to_size(shape))
 
 

@@ -152,11 +152,9 @@ class ProcessGroupTransport:
     def _irecv(self, tensor: Tensor, message: Message) -> dist.Work:
         group, ranks = self._links[message.source, self._rank]
         try:
-            work = group.recv([_real(tensor)], ranks[message.source], 0)  # dist.irecv checks at length what we know
+            return group.recv([_real(tensor)], ranks[message.source], 0)  # dist.irecv checks at length what we know
         except RuntimeError:
             raise self._peer_error(message, 0.0) from None
-        assert work is not None
-        return work
 
     def _wait(self, work: dist.Work, message: Message) -> None:
         begin = monotonic()

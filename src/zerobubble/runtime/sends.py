@@ -42,9 +42,8 @@ class Reaper:
         thread.start()
         weakref.finalize(self, _stop, self._queue, thread, patience)
 
-    def add(self, work: dist.Work | None, tensor: Tensor) -> None:
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
         """Hold `tensor` until `work`, its send, is done."""
-        assert work is not None
         self._queue.put(partial(_finish, work, tensor))
 
     def run(self, errand: Callable[[], None]) -> None:
