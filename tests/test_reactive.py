@@ -27,16 +27,22 @@ LIMIT = 120
 
 
 def reacted(schedule, rank, costs, arrived, clock):
-    """The order in which a rank runs its ops, by what its reactor says."""
+    """The order in which a rank runs its ops, by what its reactor says.
+
+    `clock(i)` is the time after i ops; `arrived(op, deadline)` says whether what `op` takes in is there by then.
+    """
     reactor, ran = Reactor(rank, schedule, costs), []
-    reactor.begin(0)
 
     def run(op):
         ran.append(op)
-        reactor.ran(op)
+        reactor.ran(op, clock(len(ran)))
 
     for op in [*(op for op in schedule.orders[rank] if op.kind is not Kind.W), None]:
-        while (weight := reactor.weight_before(op, clock(len(ran)), arrived)) is not None:
+        while True:
+            now = clock(len(ran))
+            weight = reactor.weight_before(op, now, lambda patience, op=op, now=now: arrived(op, now + patience * 1e9))
+            if weight is None:
+                break
             run(weight)
         if op is not None:
             run(op)
@@ -47,7 +53,7 @@ def reacted(schedule, rank, costs, arrived, clock):
 def test_any_reaction_keeps_the_order_of_everything_else_and_the_memory(schedule, random):
     costs = zb.Costs(**MEMORY)
     for rank, order in enumerate(schedule.orders):
-        ran = reacted(schedule, rank, costs, lambda _: random.random() < 0.5, lambda i: i * random.random() * 3e6)
+        ran = reacted(schedule, rank, costs, lambda *_: random.random() < 0.5, lambda i: i * random.random() * 3e6)
         assert sorted(ran) == sorted(order)
         assert [op for op in ran if op.kind is not Kind.W] == [op for op in order if op.kind is not Kind.W]
         for stage in range(schedule.num_stages):
@@ -62,15 +68,28 @@ def test_a_rank_on_time_follows_its_plan(schedule):
     costs = zb.Costs(1.0, 1.0, 1.0, **MEMORY)
     for rank, order in enumerate(schedule.orders):
         starts = [start * 1e6 for start in zb.simulate(schedule, costs).starts[rank]]
-        on_time = [int(start - starts[0]) - 1 for start in [*starts, starts[-1]]]
-        ran = reacted(schedule, rank, costs, lambda _: True, on_time.__getitem__)
+        on_time = [int(start) - 1 for start in [*starts, starts[-1]]]
+        ran = reacted(schedule, rank, costs, lambda *_: True, on_time.__getitem__)
+        assert ran == list(order)
+
+
+@given(schedules(max_ranks=3, max_chunks=2, max_microbatches=4), st.sampled_from([1.0, 1.01, 1.2]))
+def test_a_rank_that_begins_late_or_is_as_slow_as_all_others_follows_its_plan_too(schedule, slower):
+    costs = zb.Costs(1.0, 1.0, 1.0, **MEMORY)
+    simulated = zb.simulate(schedule, costs)
+    for rank, order in enumerate(schedule.orders):
+        starts, ends = simulated.starts[rank], simulated.ends[rank]
+        late = {op: 1e9 + slower * start * 1e6 for op, start in zip(order, starts, strict=True)}
+        times = [1e9, *(1e9 + slower * end * 1e6 for end in ends)]
+        is_there = lambda op, deadline, late=late: late[op] <= deadline + 1  # noqa: E731
+        ran = reacted(schedule, rank, costs, is_there, times.__getitem__)
         assert ran == list(order)
 
 
 def test_a_late_rank_runs_a_w_instead_of_waiting_and_puts_it_off_when_it_can_go_on():
     schedule = zb.zb_h1(2, 2)
     waits, goes_on = (
-        reacted(schedule, 1, HURRIED, lambda _, there=there: there, lambda _: 10**9) for there in (False, True)
+        reacted(schedule, 1, HURRIED, lambda *_, there=there: there, lambda _: 10**9) for there in (False, True)
     )
     first_w = Op(1, Kind.W, 0)
     assert waits.index(first_w) == 2  # right after its B: the next forward is not there

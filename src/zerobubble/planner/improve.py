@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from zerobubble.planner.problem import Orders, Problem
 
 _MEMORY = 60
-"""Moves after which a cost is forgotten."""
+_MEMORY_SHARE = 30
+"""Moves after which a cost is forgotten: so many, or this part of all moves where that is more."""
 
 _PATIENCE = 1000
 """Moves without a gain after which, and after a quarter of all, the search ends."""
@@ -39,12 +40,12 @@ def improve(
     """
     walk = _Walk(problem, [list(order) for order in orders], Random(seed))
     best, best_cost = [list(order) for order in orders], walk.cost
-    past = [walk.objective] * _MEMORY
+    past = [walk.objective] * max(_MEMORY, moves // _MEMORY_SHARE)
     tries = gained = 0
     for move in range(moves):
         if best_cost <= goal or move - gained > max(_PATIENCE, moves // 4) or (move % 32 == 31 and stop()):
             break
-        slot = move % _MEMORY
+        slot = move % len(past)
         change = None
         while change is None and tries < 20 * moves:
             tries += 1

@@ -61,7 +61,7 @@ class Effort:
 
 EFFORTS = {
     "quick": Effort(rule_ops=150_000, rule_tries=150, move_ops=1_500_000, moves=5_000, starts=2),
-    "default": Effort(rule_ops=700_000, rule_tries=1_500, move_ops=2_500_000, moves=20_000, starts=3),
+    "default": Effort(rule_ops=700_000, rule_tries=1_500, move_ops=25_000_000, moves=40_000, starts=3),
 }
 EFFORTS["exact"] = EFFORTS["default"]
 

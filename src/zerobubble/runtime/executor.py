@@ -179,9 +179,9 @@ class Executor:
     def _run_noted(self, task: _Task, batch: Batch) -> None:
         assert self._reactor is not None
         if not self._ran:
-            self._reactor.begin(perf_counter_ns())
+            self._reactor.begin()
         self._run_op(task, batch)
-        self._reactor.ran(task.op)
+        self._reactor.ran(task.op, perf_counter_ns())
         self._ran.append(task.op)
 
     def _sort_record(self) -> None:

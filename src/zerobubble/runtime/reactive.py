@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from zerobubble.schedule import Schedule
 
 _ROUNDING = 1e-9
-_GRACE = 0.5
-"""Of a W's time: what comes less late than this is waited for."""
+_PATIENCE = 2.0
+"""So many times as long as a W takes a rank waits for what is late. Most of it comes sooner than a W would be through,
+and a W that was used up is missing in a later gap; so short waits are borne, and long ones are not waited out."""
 _ADDS = (Kind.W, Kind.BW)
 """What adds to the gradients of the weights: their order within a stage decides about the last bit."""
 
@@ -40,26 +41,34 @@ class Reactor:
     def __init__(self, rank: int, schedule: Schedule, costs: Costs) -> None:
         order = schedule.orders[rank]
         found, unit = costs.resolve(schedule.placement), costs.seconds * 1e9
-        starts, _ = op_times(schedule, found)
-        self._expected = {op: (start - starts[rank][0]) * unit for op, start in zip(order, starts[rank], strict=True)}
-        self._grace = _GRACE * unit * min((found.duration(op) for op in order if op.kind is Kind.W), default=0.0)
+        starts, ends = op_times(schedule, found)
+        first_end = ends[rank][0]
+        times = list(zip(order, starts[rank], ends[rank], strict=True))
+        self._starts = {op: (start - first_end) * unit for op, start, _ in times}
+        self._ends = {op: (end - first_end) * unit for op, _, end in times}
+        self._patience = _PATIENCE * unit * min((found.duration(op) for op in order if op.kind is Kind.W), default=0.0)
         self._memory = _with_memory(costs).resolve(schedule.placement)
         self._limit = peak_memory(order, self._memory) * (1 + _ROUNDING)
         self._position = {op: position for position, op in enumerate(order)}
         self._weights = [op for op in order if op.kind in _ADDS]
-        self.begin(0)
+        self.begin()
 
-    def begin(self, now: int) -> None:
-        """A step begins at `now` (ns)."""
-        self._begin = now
+    def begin(self) -> None:
+        """A step begins."""
+        self._origin = 0
+        self._drift = 0.0  # by how much (ns) the last F or B ended later than planned
         self._held = 0.0
         self._left: dict[int, deque[Op]] = {}  # per stage, the W and BW to come in their order
         for op in self._weights:
             self._left.setdefault(op.stage, deque()).append(op)
         self._ready: set[Op] = set()
 
-    def ran(self, op: Op) -> None:
-        """`op` is done."""
+    def ran(self, op: Op, now: int) -> None:
+        """`op` was done at `now` (ns)."""
+        if not self._origin:
+            self._origin = now  # the first op may have waited long for its input: time is counted from its end
+        if op.kind is not Kind.W:
+            self._drift = max(now - self._origin - self._ends[op], 0.0)
         self._held = held_after(self._held, op, self._memory)
         if op.kind is Kind.B:
             self._ready.add(Op(op.stage, Kind.W, op.microbatch))
@@ -81,12 +90,12 @@ class Reactor:
         planned_first = self._position[weight] < self._position[op]
         if planned_first and self._late(weight, now) <= 0:
             return weight
-        patience = 0.0 if planned_first else max(-self._late(op, now), 0) / 1e9
+        patience = 0.0 if planned_first else max(self._drift + self._patience - self._late(op, now), 0) / 1e9
         return None if arrived(patience) else weight
 
     def _late(self, op: Op, now: int) -> float:
-        """By how much (ns) `op`, if it started now, would be later than what still counts as on time."""
-        return now - self._begin - self._expected[op] - self._grace
+        """By how much (ns) `op`, if it started now, would be later than planned."""
+        return now - self._origin - self._starts[op]
 
     def _fits(self, op: Op) -> bool:
         return op.kind is not Kind.F or self._held + self._memory.activation_memory[op.stage] <= self._limit
