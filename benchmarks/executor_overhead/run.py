@@ -103,7 +103,7 @@ def in_torch(_report: Any, schedule: zb.Schedule, steps: int) -> float:
         PipelineStage(modules[stage], stage, schedule.num_stages, torch.device("cpu"))
         for stage in schedule.placement.stages_of(rank)
     ]
-    runtime = _PipelineScheduleRuntime(holders, count, loss_fn=lambda y, _: y.sum())  # type: ignore[no-untyped-call]
+    runtime = _PipelineScheduleRuntime(holders, count, loss_fn=lambda y, _: y.square().sum())  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "schedule.csv")
         path.write_text(to_csv(schedule, "torch"), encoding="utf-8")
@@ -131,7 +131,7 @@ def alone(_report: Any, schedule: zb.Schedule, steps: int) -> float:
 
 
 def identity_pipeline(schedule: zb.Schedule) -> Pipeline:
-    return Pipeline(identity_layers(schedule), lambda y, _: y.sum(), schedule)
+    return Pipeline(identity_layers(schedule), lambda y, _: y.square().sum(), schedule)
 
 
 def identity_layers(schedule: zb.Schedule) -> list[nn.Module]:
