@@ -144,6 +144,16 @@ def test_auto_compares_placements_of_the_same_model():
     assert max(found.timeline.peak_memory) <= 4 + 1e-9
 
 
+def test_auto_at_quick_finds_for_many_ops_what_a_v_alone_finds():
+    """Placements of more chunks have lower bounds, but are too large to be searched quickly."""
+    times, ranks, microbatches = profiled_costs("14.6B/p16/m128"), 32, 300
+    limits = {"memory_limit": float(ranks), "effort": "quick"}
+    v = plan(times.split(2), ranks, microbatches, placement=Placement.v(ranks), **limits)
+    auto = plan(times, ranks, microbatches, **limits)
+    assert auto.timeline.cost <= v.timeline.cost
+    assert any("for want of time" in note for note in auto.notes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["6.2B/p8/m24", "14.6B/p16/m48"])
 @pytest.mark.parametrize(("times_p", "most"), [(1.25, 0.03), (1.5, 0.003)])

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -24,9 +25,11 @@ SIZES = [(8, 24), (32, 256), (64, 512)]
 def main() -> None:
     costs = Path(tempfile.mkdtemp()) / "costs.json"
     costs.write_text(profiled_costs("28.3B/p32/m256").to_json(), encoding="utf-8")
-    table = Table("ranks", "microbatches", "memory limit", "CPU seconds", "bubble rate", title="zerobubble plan, quick")
-    for ranks, microbatches in SIZES:
-        command = [sys.executable, "-m", "zerobubble", "plan", "--placement", "linear", "--effort", "quick", "--json"]
+    table = Table(
+        "placement", "ranks", "microbatches", "CPU seconds", "bubble rate", title="zerobubble plan, quick, p M_B"
+    )
+    for placement, (ranks, microbatches) in product(("linear", "auto"), SIZES):
+        command = [sys.executable, "-m", "zerobubble", "plan", "--placement", placement, "--effort", "quick", "--json"]
         sizes = ["--ranks", ranks, "--microbatches", microbatches, "--memory-limit", ranks]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
@@ -35,7 +38,7 @@ def main() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
         rate = json.loads(done.stdout)["bubble_rate"]
-        table.add_row(str(ranks), str(microbatches), str(ranks), f"{seconds:.1f}", f"{rate:.2%}")
+        table.add_row(placement, str(ranks), str(microbatches), f"{seconds:.1f}", f"{rate:.2%}")
     Console().print(table)
 
 

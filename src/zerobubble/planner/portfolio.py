@@ -30,7 +30,7 @@ _SMALL = 1_000
 _LARGE = 20_000
 """Ops above which only p and 2p microbatches are tried as smaller limits."""
 _TOO_LARGE_FOR_QUICK = 50_000
-"""Ops above which `quick` does not go on to a further placement."""
+"""Ops above which `quick` leaves out placements with more than two chunks: their search takes long and finds little."""
 
 
 class Clock:
@@ -89,13 +89,13 @@ class Portfolio:
 
     def search_all(self, effort: str) -> None:
         """Search every placement quickly that could be the best; `effort` is what comes after."""
+        too_large = {id(problem): effort == "quick" and _is_too_large(problem) for problem, _ in self._open}
+        self._open.sort(key=lambda pair: too_large[id(pair[0])])
         for number, (problem, bound) in enumerate(self._open):
             name = name_of(problem.placement)
             if self.best <= bound.value * (1 + MET):
                 self.skipped.append(f"{name}: not searched, its bound is {bound.value:g}")
-            elif self.attempts and (
-                self._clock.over() or (effort == "quick" and problem.num_ops > _TOO_LARGE_FOR_QUICK)
-            ):
+            elif self.attempts and (self._clock.over() or too_large[id(problem)]):
                 self.skipped.append(f"{name}: not searched, for want of time")
             else:
                 self._say(f"{name}: searching")
@@ -141,6 +141,10 @@ class Portfolio:
 
 def _bound(problem: Problem) -> Bound:
     return lower_bound(problem.costs, problem.placement, problem.num_microbatches, problem.limit)
+
+
+def _is_too_large(problem: Problem) -> bool:
+    return problem.num_ops > _TOO_LARGE_FOR_QUICK and problem.placement.num_stages > 2 * problem.placement.num_ranks
 
 
 def _smaller_limits(problem: Problem) -> Iterator[float]:

@@ -19,7 +19,7 @@ from zerobubble.planner.improve import improve
 from zerobubble.planner.problem import cost, fits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from zerobubble.planner.heuristic import Keys
     from zerobubble.planner.problem import Orders, Problem
@@ -89,7 +89,8 @@ def search(problem: Problem, effort: Effort, goal: float = 0.0, stop: Stop = boo
         seeds += _from_rules(problem, effort, goal, stop)
     seeds.sort(key=_by_cost)
     if seeds[0].cost > goal:
-        seeds += [more for seed in _different(seeds, effort.starts) for more in _refilled(problem, seed)]
+        fills = _GAP_FILLS if problem.num_ops < _LARGE else _GAP_FILLS[:2]
+        seeds += [more for seed in _different(seeds, effort.starts) for more in _refilled(problem, seed, fills)]
         seeds.sort(key=_by_cost)
     seeds = [*_reurged(problem, seeds[0], effort, goal, stop), *seeds]
     best = seeds[0]
@@ -122,7 +123,8 @@ def _handcrafted(problem: Problem) -> Iterator[Found]:
         if fit:
             yield Found(cost(problem, orders), orders, name)
         if fit or problem.num_ops < _LARGE:
-            yield from _refilled(problem, Found(math.inf, orders, name))
+            fills = _GAP_FILLS if problem.num_ops < _LARGE else _GAP_FILLS[:1]
+            yield from _refilled(problem, Found(math.inf, orders, name), fills)
     orders = one_at_a_time(problem)
     yield Found(cost(problem, orders), orders, "one_at_a_time")
 
@@ -146,9 +148,13 @@ def _guide(problem: Problem, name: str) -> Orders:
     return problem.encode(generator.make(placement.num_ranks, problem.num_microbatches, **extra))
 
 
-def _refilled(problem: Problem, seed: Found) -> Iterator[Found]:
+_GAP_FILLS = (1.0, 0.8, 0.65, 0.5, 0.3, 0.01)
+"""Values of `Rule.fill` with which W is put anew, those first that help most."""
+
+
+def _refilled(problem: Problem, seed: Found, fills: Sequence[float]) -> Iterator[Found]:
     """The same F and B, with W where it fits best for these times and this memory."""
-    fills, passes = ((1.0, 0.8, 0.65, 0.5, 0.3, 0.01), 3) if problem.num_ops < _LARGE else ((1.0, 0.8), 2)
+    passes = 3 if problem.num_ops < _LARGE else 2
     name = seed.name.removesuffix(_MOVED) + _MOVED
     for filled in refills(problem, seed.orders, fills, passes):
         yield Found(cost(problem, filled), filled, name)
